@@ -1,0 +1,2507 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""XpYd prefill/decode proxy for vLLM: one file, one event loop.
+
+    client ──POST──▶ proxy ──1. P leg: one token, KV kept──▶ prefill instance
+                       │   ◀─2. hand-over (where the KV is)──────┘      │ KV
+                       └────3. D leg: the hand-over──▶ decode instance ◀┘
+    client ◀──────────────4. D's answer, as it comes──────────┘
+
+    python3 disagg_proxy.py --model MODEL \\
+        --prefill 10.0.0.1:8100 10.0.0.2:8100 --decode 10.0.0.3:8200
+
+A request, in order:
+
+1. The whole request is read and checked; nothing that is refused here ever
+   reaches an engine.
+2. Its JSON body is split into top-level members: names decoded, values raw. A
+   leg's body is those members joined again, so no value can change, and a
+   client's own `kv_transfer_params` cannot slip through on any path.
+3. A prefill instance gets the request with `max_tokens: 1`. Its answer carries
+   the hand-over.
+4. A decode instance gets the client's request with that hand-over.
+5. The decode instance's status, headers and body bytes go to the client as
+   they come, read no faster than the client takes them.
+6. What fails before the client has seen a byte is tried again elsewhere, under
+   the rules of `DisaggregatedRequest`; after that the connection is cut, so
+   that an incomplete answer never looks complete.
+
+Differences from vLLM's `disagg_proxy_demo.py`: the hand-over is made and
+passed on, errors keep their status, connections are kept, a client that leaves
+aborts its request, and instances that fail come back by themselves.
+
+Not supported: TLS towards the engines, HTTP/2, upgrades.
+
+Reading order: start at "Prefill and decode"; what stands above it is the HTTP
+and the connections it rests on. `moriio_proxy.py` imports the names in
+`__all__`: keep both files together.
+"""
+
+import argparse
+import asyncio
+import enum
+import hmac
+import inspect
+import ipaddress
+import json
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+)
+from email.utils import formatdate
+from typing import Any, NamedTuple, cast
+from urllib.parse import unquote_to_bytes
+
+import httptools
+import msgspec
+import uvloop
+from msgspec import Raw
+
+__all__ = ["Proxy", "ProxyServer", "RoundRobinSchedulingPolicy", "SchedulingPolicy"]
+
+logger = logging.getLogger("disagg_proxy")
+
+# --- Limits and timeouts --------------------------------------------------------------
+
+# Bytes of a request or response head: room for long tokens and MoRIIO's ids.
+MAX_HEAD_BYTES = 64 * 1024
+# Header fields of a head: vLLM's own limit.
+MAX_HEADERS = 256
+# Bytes of a request target: no vLLM route needs a hundredth of it.
+MAX_TARGET_BYTES = 16 * 1024
+# Bytes of a request body: token-id prompts and inline images are tens of MB.
+MAX_BODY_BYTES = 256 * 1024 * 1024
+# Bytes of one chunk-size or trailer line.
+MAX_CHUNK_LINE_BYTES = 4096
+# Bytes of a prefill answer: hand-overs are kilobytes, so this is generous.
+MAX_HAND_OVER_BYTES = 16 * 1024 * 1024
+# Bytes of further requests kept while one is being answered on a connection.
+MAX_PIPELINED_BYTES = 64 * 1024
+# Bytes of a client's X-Request-Id that are given back.
+MAX_REQUEST_ID_BYTES = 512
+# Bytes waiting for a slow reader before its engine is no longer read.
+WRITE_HIGH_WATER = 64 * 1024
+
+# Seconds from the first byte of a head to its last: bounds slow senders.
+HEAD_TIMEOUT = 60.0
+# Seconds in which a request body must bring MIN_BODY_PROGRESS bytes or its end.
+BODY_STALL_TIMEOUT = 30.0
+MIN_BODY_PROGRESS = 32 * 1024
+# Seconds an idle client connection is kept: above the usual 60 s of balancers.
+KEEP_ALIVE_TIMEOUT = 75.0
+# Seconds a refused upload is still read, so that its client sees the answer.
+LINGER_TIMEOUT = 30.0
+# Seconds an idle engine connection is kept: vLLM closes it at 5.0 s.
+ENGINE_IDLE_TIMEOUT = 4.0
+# Seconds to connect to an engine: a live one needs milliseconds.
+CONNECT_TIMEOUT = 5.0
+# Seconds until the first byte of an answer: upstream's total, six hours.
+FIRST_BYTE_TIMEOUT = 6 * 3600.0
+# Seconds a probe or a model check may take, and between two probes.
+PROBE_TIMEOUT = 5.0
+PROBE_INTERVAL_DOWN = 1.0
+PROBE_INTERVAL_UP = 5.0
+# Seconds running answers may take to finish after SIGTERM.
+DRAIN_TIMEOUT = 30.0
+# Seconds between two looks at all deadlines.
+TICK = 1.0
+# Connections the kernel may queue: a burst of clients must not be refused.
+LISTEN_BACKLOG = int(os.environ.get("PROXY_LISTEN_BACKLOG", "4096"))
+
+# --- Errors ---------------------------------------------------------------------------
+
+# status: (reason phrase, error type in vLLM's words)
+REASONS = {
+    200: ("OK", ""),
+    400: ("Bad Request", "BadRequestError"),
+    401: ("Unauthorized", "AuthenticationError"),
+    403: ("Forbidden", "PermissionDeniedError"),
+    404: ("Not Found", "NotFoundError"),
+    405: ("Method Not Allowed", "MethodNotAllowedError"),
+    408: ("Request Timeout", "RequestTimeoutError"),
+    413: ("Content Too Large", "ContentTooLargeError"),
+    414: ("URI Too Long", "UriTooLongError"),
+    415: ("Unsupported Media Type", "UnsupportedMediaTypeError"),
+    417: ("Expectation Failed", "ExpectationFailedError"),
+    422: ("Unprocessable Content", "UnprocessableEntityError"),
+    431: ("Request Header Fields Too Large", "HeaderFieldsTooLargeError"),
+    500: ("Internal Server Error", "InternalServerError"),
+    501: ("Not Implemented", "NotImplementedError"),
+    502: ("Bad Gateway", "BadGatewayError"),
+    503: ("Service Unavailable", "ServiceUnavailableError"),
+    504: ("Gateway Timeout", "GatewayTimeoutError"),
+}
+
+
+class ProxyError(Exception):
+    """An answer of the proxy's own: a status, a message and extra headers."""
+
+    def __init__(self, status: int, message: str, *headers: tuple[str, str]) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The OpenAI error object."""
+        error = {
+            "message": self.message,
+            "type": REASONS[self.status][1],
+            "param": None,
+            "code": self.status,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+class AdminError(ProxyError):
+    """An answer of an admin route, in upstream's shape."""
+
+    def __init__(self, status: int, detail: object) -> None:
+        super().__init__(status, "")
+        self.detail = detail
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"detail": self.detail})
+
+
+class MalformedAnswer(Exception):
+    """An engine sent what is not HTTP."""
+
+
+# --- HTTP/1.1 grammar: bytes to values, no I/O ----------------------------------------
+
+CRLF = b"\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+VISIBLE_ASCII = bytes(range(0x21, 0x7F))
+HEX_DIGITS = b"0123456789abcdefABCDEF"
+HOST_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._"
+TOKEN_CHARS = (
+    b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+)
+
+# RFC 9110 section 7.6.1; always for one connection only.
+HOP_BY_HOP = frozenset(
+    b"""
+    connection keep-alive proxy-authenticate proxy-authorization proxy-connection
+    te transfer-encoding upgrade
+    """.split()
+)
+# A client's fields that the proxy reads itself and writes anew on each leg.
+OWNED_REQUEST = HOP_BY_HOP | frozenset(
+    b"""
+    accept-encoding authorization content-length expect host trailer
+    x-data-parallel-rank x-request-id
+    """.split()
+)
+# Those of them that may come on several lines, RFC 9110 section 5.3.
+LIST_FIELDS = HOP_BY_HOP - {b"transfer-encoding"} | {b"accept-encoding", b"trailer"}
+OWNED_RESPONSE = HOP_BY_HOP | {b"content-length", b"date", b"x-request-id"}
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def named_by_connection(value: bytes | None) -> set[bytes]:
+    """The lower-case names that a Connection field lists."""
+    return {name.strip().lower() for name in value.split(b",")} if value else set()
+
+
+def end_to_end(headers: Headers, named: set[bytes]) -> bytes:
+    """Header lines without those that `named` keeps to one connection."""
+    return b"".join(
+        b"%s: %s\r\n" % (name, value)
+        for name, value in headers
+        if name.lower() not in named
+    )
+
+
+def content_length(value: bytes) -> int:
+    """RFC 9110 section 8.6. Digits only; raises ValueError.
+
+    `int()` takes signs, blanks and underscores.
+    """
+    if not value.isdigit() or len(value) > 18:
+        raise ValueError("malformed Content-Length")
+    return int(value)
+
+
+class RequestHead:
+    """A client's request head, checked.
+
+    Raises:
+        ProxyError: it breaks RFC 9112 or a limit; the connection has to close.
+
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        self.headers: Headers = []
+        # The field values of OWNED_REQUEST, by lower-case name.
+        self.owned: dict[bytes, bytes] = {}
+        self.target = self.repeated = self.content_type = b""
+        parser = httptools.HttpRequestParser(self)
+        try:
+            parser.feed_data(raw)
+        except httptools.HttpParserUpgrade:
+            pass  # An offer to upgrade is ignored, as RFC 9110 section 7.8 allows.
+        except httptools.HttpParserError as err:
+            raise ProxyError(400, f"Malformed request: {err}") from None
+        self.method: bytes = parser.get_method()
+        version = parser.get_http_version()
+        self.modern = version == "1.1"
+        if not self.modern and version != "1.0":
+            raise ProxyError(400, "Only HTTP/1.0 and HTTP/1.1 are spoken here")
+        if not raw.startswith(b"%s %s HTTP/" % (self.method, self.target)):
+            raise ProxyError(400, "Malformed request line")
+        self._framing()
+        if self.target[:1] != b"/":
+            self._absolute()
+
+    def on_url(self, url: bytes) -> None:
+        """Called by the parser."""
+        self.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser for each field."""
+        lower = name.lower()
+        if lower in OWNED_REQUEST:
+            self._own(lower, value.rstrip(b" \t"))
+        else:
+            if lower == b"content-type":
+                self.content_type = value
+            self.headers.append((name, value))
+
+    def _own(self, name: bytes, value: bytes) -> None:
+        if name in self.owned:
+            if name not in LIST_FIELDS:
+                self.repeated = name
+            value = self.owned[name] + b", " + value
+        self.owned[name] = value
+
+    def _framing(self) -> None:
+        """RFC 9112 sections 3.2, 6.1 and 6.3."""
+        owned = self.owned
+        if len(self.headers) + len(owned) > MAX_HEADERS:
+            raise ProxyError(431, "Too many header fields")
+        if len(self.target) > MAX_TARGET_BYTES:
+            raise ProxyError(414, "The request target is too long")
+        if self.repeated:
+            raise ProxyError(400, f"More than one {self.repeated.decode()} field")
+        if self.modern and not owned.get(b"host"):
+            raise ProxyError(400, "No Host field")
+        self.length = 0
+        coding = owned.get(b"transfer-encoding")
+        self.chunked = coding is not None
+        if coding is not None:
+            if not self.modern or b"content-length" in owned:
+                raise ProxyError(400, "Ambiguous framing")
+            if coding.lower() != b"chunked":
+                raise ProxyError(501, "Only the chunked transfer coding is supported")
+        elif b"content-length" in owned:
+            try:
+                self.length = content_length(owned[b"content-length"])
+            except ValueError as err:
+                raise ProxyError(400, str(err)) from None
+        named = named_by_connection(owned.get(b"connection"))
+        self.keep_alive = (
+            b"close" not in named if self.modern else b"keep-alive" in named
+        )
+        if named - {b"close", b"keep-alive"}:
+            self.headers = [h for h in self.headers if h[0].lower() not in named]
+
+    def is_json(self) -> bool:
+        """Whether the body is declared to be JSON, RFC 9110 section 8.3.1."""
+        media_type = self.content_type.partition(b";")[0].strip(b" \t").lower()
+        return media_type == b"application/json"
+
+    def _absolute(self) -> None:
+        """Takes the path of an absolute-form target, RFC 9112 section 3.2.2."""
+        scheme, _, rest = self.target.partition(b"://")
+        if scheme.lower() not in (b"http", b"https"):
+            raise ProxyError(400, "Malformed request target")
+        authority, slash, path = rest.partition(b"/")
+        if not authority or b"?" in authority or b"#" in authority:
+            raise ProxyError(400, "Malformed request target")
+        self.target = slash + path or b"/"
+
+
+class ResponseHead:
+    """An engine's response head.
+
+    Raises:
+        MalformedAnswer: it is not an HTTP/1.x head, or its framing is ambiguous.
+
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        self.headers: Headers = []
+        self.owned: dict[bytes, bytes] = {}
+        self.reason = b""
+        parser = httptools.HttpResponseParser(self)
+        try:
+            parser.feed_data(raw)
+        except httptools.HttpParserUpgrade:
+            pass
+        except httptools.HttpParserError as err:
+            raise MalformedAnswer(str(err)) from None
+        self.status: int = parser.get_status_code()
+        self.modern = parser.get_http_version() == "1.1"
+        if b"connection" in self.owned:
+            named = named_by_connection(self.owned[b"connection"])
+            self.headers = [h for h in self.headers if h[0].lower() not in named]
+
+    def on_status(self, reason: bytes) -> None:
+        """Called by the parser."""
+        self.reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser for each field."""
+        lower = name.lower()
+        if lower not in OWNED_RESPONSE:
+            self.headers.append((name, value))
+        elif lower not in self.owned:
+            self.owned[lower] = value
+        elif lower != b"date":
+            self.owned[lower] += b", " + value
+
+    def keeps_alive(self) -> bool:
+        """Whether the engine will take another request on this connection."""
+        named = named_by_connection(self.owned.get(b"connection"))
+        return b"close" not in named and (self.modern or b"keep-alive" in named)
+
+
+class Counted:
+    """A body with a Content-Length."""
+
+    def __init__(self, length: int) -> None:
+        self.left = length
+        self.done = length == 0
+        self.extra = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes a read; returns what of it belongs to the body."""
+        size = len(data)
+        if size > self.left:
+            self.extra, data = data[self.left :], data[: self.left]
+            size = self.left
+        self.left -= size
+        self.done = self.left == 0
+        return data
+
+    def feed_eof(self) -> bool:
+        """Whether the body is whole at the end of the connection."""
+        return self.done
+
+
+class UntilClose:
+    """A body that ends with its connection, RFC 9112 section 6.3 item 8."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.extra = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes a read: all of it is body."""
+        return data
+
+    def feed_eof(self) -> bool:
+        """The end of the connection is the end of the body."""
+        self.done = True
+        return True
+
+
+class Chunked:
+    """A chunked body, RFC 9112 section 7.1, followed across reads.
+
+    Args:
+        raw: True to give the coding's own bytes back, for a peer that takes
+            chunks too; False to give the payload.
+
+    Raises:
+        ValueError: from `feed`, at bytes that are not the chunked coding.
+
+    """
+
+    def __init__(self, raw: bool) -> None:
+        self.raw = raw
+        # Payload bytes of the current chunk that are still to come.
+        self.left = 0
+        # What the next line is: "size", "end" (of a chunk) or "trailer".
+        self.expect = "size"
+        self.partial = b""
+        self.trailer = 0
+        self.done = False
+        self.extra = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes a read; returns what of it belongs to the body."""
+        payload: list[bytes] = []
+        pos, size = 0, len(data)
+        while pos < size and not self.done:
+            if self.left:
+                stop = min(pos + self.left, size)
+                self.left -= stop - pos
+                if not self.raw:
+                    payload.append(data[pos:stop])
+                pos = stop
+                continue
+            newline = data.find(b"\n", pos)
+            if newline < 0:
+                self._keep(data[pos:])
+                pos = size
+                break
+            line = data[pos:newline]
+            if self.partial:
+                line, self.partial = self.partial + line, b""
+            pos = newline + 1
+            self._line(line)
+            # The usual read is one whole chunk: its end is checked here at once.
+            stop = pos + self.left
+            if self.raw and self.left and data[stop : stop + 2] == CRLF:
+                self.left, self.expect, pos = 0, "size", stop + 2
+        if pos < size:
+            self.extra = data[pos:]
+        if self.raw:
+            return data if pos == size else data[:pos]
+        return payload[0] if len(payload) == 1 else b"".join(payload)
+
+    def feed_eof(self) -> bool:
+        """A chunked body is whole only after its last chunk."""
+        return self.done
+
+    def _keep(self, rest: bytes) -> None:
+        self.partial += rest
+        if len(self.partial) > MAX_CHUNK_LINE_BYTES:
+            raise ValueError("a line of the chunked coding is too long")
+
+    def _line(self, line: bytes) -> None:
+        if line[-1:] != b"\r" or b"\r" in line[:-1] or len(line) > MAX_CHUNK_LINE_BYTES:
+            raise ValueError("malformed line in the chunked coding")
+        line = line[:-1]
+        if self.expect == "size":
+            self._size(line)
+        elif self.expect == "end":
+            if line:
+                raise ValueError("a chunk is longer than its size")
+            self.expect = "size"
+        elif line:
+            self._trailer(line)
+        else:
+            self.done = True
+
+    def _size(self, line: bytes) -> None:
+        digits, semicolon, extension = line.partition(b";")
+        if semicolon:
+            digits = digits.rstrip(b" \t")
+            if b"\0" in extension:
+                raise ValueError("malformed chunk extension")
+        if not digits or len(digits) > 15 or digits.strip(HEX_DIGITS):
+            raise ValueError("malformed chunk size")
+        self.left = int(digits, 16)
+        self.expect = "end" if self.left else "trailer"
+
+    def _trailer(self, line: bytes) -> None:
+        self.trailer += len(line)
+        name, colon, value = line.partition(b":")
+        if not colon or not name or name.translate(None, TOKEN_CHARS) or b"\0" in value:
+            raise ValueError("malformed trailer field")
+        if self.trailer > MAX_HEAD_BYTES:
+            raise ValueError("trailers are too long")
+
+
+Framing = Counted | Chunked | UntilClose
+
+
+def response_framing(head: ResponseHead, to_head_request: bool, raw: bool) -> Framing:
+    """RFC 9112 section 6.3: how the body of an answer ends.
+
+    Raises:
+        MalformedAnswer: both framings, or an unknown one.
+
+    """
+    if to_head_request or head.status in (204, 304):
+        return Counted(0)
+    coding = head.owned.get(b"transfer-encoding")
+    length = head.owned.get(b"content-length")
+    if coding is not None:
+        if length is not None or coding.strip(b" \t").lower() != b"chunked":
+            raise MalformedAnswer("ambiguous framing")
+        return Chunked(raw)
+    if length is None:
+        return UntilClose()
+    try:
+        return Counted(content_length(length.strip(b" \t")))
+    except ValueError as err:
+        raise MalformedAnswer(str(err)) from None
+
+
+def encode_chunk(data: bytes) -> bytes:
+    """One chunk of the chunked coding; nothing for no data."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+def render_head(status: int, fields: Iterable[tuple[str, str]]) -> bytes:
+    """The head of an answer of the proxy's own."""
+    lines = [f"HTTP/1.1 {status} {REASONS[status][0]}"]
+    lines.append(f"Date: {formatdate(usegmt=True)}")
+    lines += [f"{name}: {value}" for name, value in fields]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def check_path(path: bytes) -> str:
+    """The percent-decoded path of a target, without its query.
+
+    Raises:
+        ProxyError: 400 for a path that proxy and engine might read differently
+            (`//`, `.` and `..` segments, encoded slashes, control characters).
+
+    """
+    plain = path.partition(b"?")[0].partition(b"#")[0]
+    lowered = plain.lower()
+    decoded = unquote_to_bytes(plain)
+    segments = decoded.split(b"/")
+    doubtful = b"%2f" in lowered or b"%5c" in lowered or b"\\" in decoded
+    if doubtful or b"" in segments[1:-1] or b"." in segments or b".." in segments:
+        raise ProxyError(400, "The path is not in its normal form")
+    if any(byte < 0x20 or byte == 0x7F for byte in decoded):
+        raise ProxyError(400, "Control characters in the path")
+    return decoded.decode("latin-1")
+
+
+# --- JSON bodies: top-level members, values raw ---------------------------------------
+
+Members = dict[str, Raw]
+
+decode_members = msgspec.json.Decoder(Members).decode
+decode_items = msgspec.json.Decoder(list[Raw]).decode
+decode_any = msgspec.json.Decoder().decode
+encode_json = msgspec.json.Encoder().encode
+
+TRUE, FALSE, NULL, ONE = Raw(b"true"), Raw(b"false"), Raw(b"null"), Raw(b"1")
+BLANKS = b" \t\r\n"
+
+
+def split_members(body: bytes) -> Members:
+    """The members of a JSON object: names decoded, values as they stand.
+
+    Of two members with one name the last counts, as in vLLM.
+
+    Raises:
+        ProxyError: 400, it is not one JSON object in UTF-8.
+
+    """
+    try:
+        if not body.isascii():
+            body.decode()
+        return decode_members(body)
+    except msgspec.ValidationError:
+        raise ProxyError(400, "The body must be one JSON object") from None
+    except (UnicodeDecodeError, RecursionError) as err:
+        raise ProxyError(400, f"The body is not valid JSON: {err}") from None
+    except msgspec.DecodeError as err:
+        if b"\\ud" in body.lower():
+            return split_lone_surrogates(body)
+        raise ProxyError(400, f"The body is not valid JSON: {err}") from None
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def split_lone_surrogates(body: bytes) -> Members:
+    r"""The same for text cut through an emoji (`"\ud83d"`).
+
+    RFC 8259 section 8.2 allows it, msgspec does not, so the standard scanner
+    finds where each value ends.
+    """
+    text = body.decode()
+    scan = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
+    found: Members = {}
+
+    def skip(pos: int, wanted: str) -> int:
+        pos += len(text[pos:]) - len(text[pos:].lstrip(" \t\r\n"))
+        if text[pos : pos + 1] not in wanted or pos == len(text):
+            raise ValueError(f"expected one of {wanted!r} at character {pos}")
+        return pos
+
+    try:
+        pos = skip(0, "{")
+        while text[pos] != "}":
+            name, pos = scan(text, skip(pos + 1, '"'))
+            start = skip(skip(pos, ":") + 1, '"{[-0123456789tfn')
+            _, pos = scan(text, start)
+            found[name] = Raw(text[start:pos].encode())
+            pos = skip(pos, ",}")
+        if text[pos + 1 :].strip(" \t\r\n"):
+            raise ValueError("trailing characters")
+    except (ValueError, RecursionError) as err:
+        raise ProxyError(400, f"The body is not valid JSON: {err}") from None
+    return found
+
+
+def is_null(value: Raw | None) -> bool:
+    """Whether a member is absent or null."""
+    return value is None or bytes(value) == b"null"
+
+
+def is_true(value: Raw | None) -> bool:
+    return value is not None and bytes(value) == b"true"
+
+
+# --- Instances and their connections --------------------------------------------------
+
+Steps = Generator[None, None, None]
+
+
+class State(enum.StrEnum):
+    """Whether an instance gets requests."""
+
+    UP = "up"
+    DOWN = "down"
+    DRAINING = "draining"
+
+
+class Failure(enum.Enum):
+    """Why a leg has no answer: a status, words, whether the engine may have it."""
+
+    REFUSED = (502, "cannot be reached", False)
+    CONNECT_TIMEOUT = (504, "did not accept a connection in time", False)
+    RESET = (502, "closed the connection without a whole answer", True)
+    TIMEOUT = (504, "did not answer in time", True)
+    MALFORMED = (502, "sent a malformed answer", True)
+    TOO_LARGE = (502, "sent an answer beyond the limit", True)
+
+    def __init__(self, status: int, words: str, delivered: bool) -> None:
+        self.status = status
+        self.words = words
+        self.delivered = delivered
+
+
+class Script:
+    """Runs one generator, which yields whenever it waits for one of its legs.
+
+    The callback that has the news resumes it directly: no task, no future.
+    """
+
+    # Whether its legs count as an instance's requests in flight.
+    counts = True
+
+    def __init__(self) -> None:
+        self.steps: Steps | None = None
+        self.legs: list[Leg] = []
+
+    def run(self, steps: Steps) -> None:
+        """Starts; to be called once."""
+        self.steps = steps
+        self.resume()
+
+    def resume(self) -> None:
+        """Goes on to the next yield, or to the end."""
+        if self.steps is None:
+            return
+        try:
+            next(self.steps)
+        except StopIteration:
+            self._end(None)
+        except Exception as err:
+            self._end(err)
+
+    def cancel(self) -> None:
+        """Ends it where it stands: its `finally` clauses run, its legs close."""
+        steps, self.steps = self.steps, None
+        if steps is not None:
+            steps.close()
+        self._close_legs()
+
+    def _end(self, err: Exception | None) -> None:
+        self.steps = None
+        self._close_legs()
+        self.ended(err)
+
+    def _close_legs(self) -> None:
+        for leg in self.legs:
+            leg.close()
+        self.legs.clear()
+
+    def ended(self, err: Exception | None) -> None:
+        """What follows the last step."""
+        if err is not None:
+            logger.error("internal error", exc_info=err)
+
+
+class Leg:
+    """One request to one instance, and what has become of it.
+
+    Args:
+        owner: resumed when the leg is settled and again when it is done.
+        instance: where it goes.
+        request: head and body.
+        whole: settle a 200 only with its whole payload; else with the head.
+        raw: keep the chunked coding's own bytes (they go to a peer as they are).
+
+    """
+
+    def __init__(
+        self,
+        owner: Script,
+        instance: "Instance",
+        request: tuple[bytes, bytes],
+        whole: bool,
+        raw: bool,
+    ) -> None:
+        self.owner = owner
+        self.instance = instance
+        self.request = request
+        self.whole = whole
+        self.raw = raw
+        self.head: ResponseHead | None = None
+        self.framing: Framing | None = None
+        self.pieces: list[bytes] = []
+        self.size = 0
+        self.settled = self.done = False
+        self.failure: Failure | None = None
+        self.sink: Callable[[bytes], None] | None = None
+        self.connection: EngineConnection | None = None
+        self.connecting: asyncio.Task[None] | None = None
+        self.deadline = math.inf
+
+    @property
+    def status(self) -> int:
+        """The answer's status; 0 when there is none."""
+        return self.head.status if self.head else 0
+
+    def body(self) -> bytes:
+        """What has come of the body and was not given to a sink."""
+        pieces, self.pieces = self.pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def fail(self, failure: Failure) -> None:
+        """No (whole) answer will come."""
+        self.failure = failure
+        self._leave()
+        self.settled = self.done = True
+        self.owner.resume()
+
+    def pause(self) -> None:
+        """Stops reading the answer."""
+        if self.connection is not None:
+            self.connection.transport.pause_reading()
+
+    def go_on(self) -> None:
+        """Reads on."""
+        if self.connection is not None:
+            self.connection.transport.resume_reading()
+
+    def close(self) -> None:
+        """Nobody waits for it any more: an engine that works on it is told."""
+        if not self.done:
+            self.done = True
+            self._leave()
+
+    def finish(self) -> None:
+        """The answer is whole."""
+        self.done = True
+        self.instance.leave(self)
+
+    def _leave(self) -> None:
+        self.instance.leave(self)
+        if self.connecting is not None:
+            self.connecting.cancel()
+        if self.connection is not None:
+            self.connection.abort()
+
+
+class EngineConnection(asyncio.Protocol):
+    """A connection to an instance: idle in its pool, or busy with one leg."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, instance: "Instance") -> None:
+        self.instance = instance
+        self.leg: Leg | None = None
+        self.buffer = b""
+        self.deadline = 0.0
+        self.used = False
+
+    def begin(self, leg: Leg) -> None:
+        """Sends a leg's request."""
+        self.leg = leg
+        leg.connection = self
+        self.transport.writelines(leg.request)
+
+    def abort(self) -> None:
+        """Closes at once; the engine takes it as the client's leaving."""
+        self.leg = None
+        self.transport.abort()
+
+    # The life of a connection, as asyncio calls it.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        leg = self.leg
+        if leg is None:
+            # Nobody asked for these bytes, so nobody gets them.
+            self.transport.abort()
+            return
+        try:
+            if leg.framing is None:
+                data = self._head(leg, data)
+                if leg.framing is None:
+                    return
+            piece = leg.framing.feed(data)
+        except (MalformedAnswer, ValueError) as err:
+            logger.warning("%s: malformed answer: %s", self.instance, err)
+            leg.fail(Failure.MALFORMED)
+            return
+        if leg.sink is not None:
+            if piece:
+                leg.sink(piece)
+            if leg.framing.done:
+                self._complete(leg)
+                leg.owner.resume()
+            return
+        if piece:
+            leg.pieces.append(piece)
+            leg.size += len(piece)
+        if leg.framing.done:
+            self._complete(leg)
+        elif leg.whole and leg.status == 200:
+            if leg.size > MAX_HAND_OVER_BYTES:
+                leg.fail(Failure.TOO_LARGE)
+            return
+        if not leg.settled:
+            leg.settled = True
+            leg.owner.resume()
+
+    def eof_received(self) -> None:
+        leg = self.leg
+        if leg is not None and leg.framing is not None and leg.framing.feed_eof():
+            self._complete(leg)
+            leg.settled = True
+            leg.owner.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.instance.idle.pop(self, None)
+        leg, self.leg = self.leg, None
+        if leg is not None:
+            if not self.used:
+                self.instance.suspect()
+            leg.fail(Failure.RESET)
+
+    def _head(self, leg: Leg, data: bytes) -> bytes:
+        """Takes bytes up to the end of the head; returns what follows it."""
+        if self.buffer:
+            data = self.buffer + data
+        while True:
+            end = data.find(b"\r\n\r\n") + 4
+            if end < 4 or end > MAX_HEAD_BYTES:
+                if len(data) > MAX_HEAD_BYTES:
+                    raise MalformedAnswer("the head is too long")
+                self.buffer = data
+                return b""
+            head, data = ResponseHead(data[:end]), data[end:]
+            if head.status >= 200:
+                break
+            # 1xx: interim, RFC 9110 section 15.2.
+            if head.status == 101:
+                raise MalformedAnswer("it switches protocols")
+        self.buffer = b""
+        leg.head = head
+        if not leg.whole:
+            leg.deadline = math.inf
+        raw = leg.raw and not (leg.whole and head.status == 200)
+        to_head_request = leg.request[0].startswith(b"HEAD ")
+        leg.framing = response_framing(head, to_head_request, raw)
+        return data
+
+    def _complete(self, leg: Leg) -> None:
+        """The answer is whole: the connection goes back to the pool, or closes."""
+        head, framing = leg.head, leg.framing
+        assert head is not None and framing is not None
+        self.leg = leg.connection = None
+        leg.finish()
+        if framing.extra or isinstance(framing, UntilClose) or not head.keeps_alive():
+            self.transport.abort()
+        else:
+            self.used = True
+            self.instance.keep(self)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """The host and port of `host:port`, `[ipv6]:port` or `http://host:port`.
+
+    Raises:
+        ValueError: it is none of these.
+
+    """
+    plain = text.removeprefix("http://").rstrip("/")
+    host, colon, port = plain.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = str(ipaddress.IPv6Address(host[1:-1]))
+    elif ":" in host or not host or host.strip(HOST_CHARS):
+        raise ValueError(f"Invalid instance format: {text}")
+    if not colon or not (port.isascii() and port.isdigit()) or len(port) > 5:
+        raise ValueError(f"Invalid port number in instance: {text}")
+    if not 0 < int(port) < 65536:
+        raise ValueError(f"Invalid port number in instance: {text}")
+    return host, int(port)
+
+
+class Instance:
+    """One engine: its address, its state, its connections."""
+
+    def __init__(self, address: str, cycler: "InstanceCycler") -> None:
+        self.host, self.port = parse_address(address)
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        self.address = f"{name}:{self.port}"
+        self.authority = self.address.encode("ascii")
+        self.cycler = cycler
+        self.state = State.DOWN
+        self.reason: str | None = "not checked yet"
+        self.since = time.time()
+        self.in_flight = 0
+        self.idle: dict[EngineConnection, None] = {}
+        self.legs: set[Leg] = set()
+        self.watch: Watch | None = None
+        # IP addresses of the host; looked up again after it was down.
+        self.resolved: list[str] = []
+
+    def __str__(self) -> str:
+        return self.address
+
+    def mark(self, state: State, reason: str | None = None) -> None:
+        """Changes the state: one log line per change."""
+        if state is not self.state:
+            self.state, self.since = state, time.time()
+            because = f": {reason}" if reason else ""
+            logger.info("%s %s is %s%s", self.cycler.role, self, state, because)
+            self.cycler.refresh()
+        self.reason = reason
+        if state is State.DOWN:
+            self.resolved = []
+
+    def suspect(self) -> None:
+        """Something went wrong: have it probed now."""
+        if self.watch is not None:
+            self.watch.hurry()
+
+    def send(self, leg: Leg, fresh: bool = False) -> None:
+        """Sends a leg on an idle connection, or on a new one."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self.legs.add(leg)
+        self.in_flight += leg.owner.counts
+        leg.deadline = now + FIRST_BYTE_TIMEOUT
+        while self.idle and not fresh:
+            connection, _ = self.idle.popitem()
+            if connection.deadline > now and not connection.transport.is_closing():
+                connection.begin(leg)
+                return
+            connection.transport.abort()
+        leg.connecting = loop.create_task(self._connect(leg))
+
+    async def _connect(self, leg: Leg) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                connection = await self._open()
+        except TimeoutError:
+            failure, reason = Failure.CONNECT_TIMEOUT, "connect timed out"
+        except OSError as err:
+            failure, reason = Failure.REFUSED, err.strerror or str(err)
+        else:
+            leg.connecting = None
+            connection.begin(leg)
+            return
+        leg.connecting = None
+        if self.state is State.UP:
+            self.mark(State.DOWN, reason)
+            self.suspect()
+        leg.fail(failure)
+
+    async def _open(self) -> EngineConnection:
+        """Tries the addresses of the host in turn."""
+        loop = asyncio.get_running_loop()
+        if not self.resolved:
+            found = await loop.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM
+            )
+            self.resolved = [str(entry[4][0]) for entry in found]
+        refused: OSError | None = None
+        for address in self.resolved:
+            try:
+                _, connection = await loop.create_connection(
+                    lambda: EngineConnection(self), address, self.port
+                )
+                return connection
+            except OSError as err:
+                refused = err
+        raise refused or OSError("no address")
+
+    def leave(self, leg: Leg) -> None:
+        """A leg is over, however it ended."""
+        if leg in self.legs:
+            self.legs.remove(leg)
+            self.in_flight -= leg.owner.counts
+            if self.state is State.DRAINING and not self.in_flight:
+                self.cycler.forget(self)
+
+    def keep(self, connection: EngineConnection) -> None:
+        """Takes a connection back for the next leg."""
+        now = asyncio.get_running_loop().time()
+        connection.deadline = now + ENGINE_IDLE_TIMEOUT
+        self.idle[connection] = None
+
+    def tick(self, now: float) -> None:
+        """Drops what has waited too long."""
+        for connection in [c for c in self.idle if c.deadline <= now]:
+            connection.transport.abort()
+        for leg in [leg for leg in self.legs if leg.deadline <= now]:
+            leg.fail(Failure.TIMEOUT)
+
+    def close(self) -> None:
+        """Stops watching it and drops its idle connections."""
+        if self.watch is not None:
+            self.watch.cancel()
+        for connection in list(self.idle):
+            connection.transport.abort()
+
+
+class InstanceCycler:
+    """The instances of one role in rotation: `next()` gives the next that is up.
+
+    `instances` shows all of them, with `state` and `in_flight`.
+    """
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.instances: list[Instance] = []
+        self.up: list[Instance] = []
+        self.turn = 0
+
+    def __iter__(self) -> Iterator[Instance]:
+        return self
+
+    def __next__(self) -> Instance:
+        if not self.up:
+            raise StopIteration
+        instance = self.up[self.turn % len(self.up)]
+        self.turn += 1
+        return instance
+
+    def find(self, address: str) -> Instance | None:
+        """The instance with that address."""
+        return next((i for i in self.instances if i.address == address), None)
+
+    def add(self, address: str) -> Instance:
+        """Takes a new instance in; it is down until it was checked."""
+        instance = Instance(address, self)
+        self.instances.append(instance)
+        return instance
+
+    def refresh(self) -> None:
+        """To be called when a state has changed."""
+        self.up = [i for i in self.instances if i.state is State.UP]
+
+    def forget(self, instance: Instance) -> None:
+        """Takes an instance out."""
+        if instance in self.instances:
+            self.instances.remove(instance)
+            self.refresh()
+            instance.close()
+
+
+class ModelCheck(NamedTuple):
+    """What a check found: what is wrong, if anything, and whether for good."""
+
+    problem: str | None
+    wrong_model: bool = False
+
+
+def same_model(served: str, wanted: str) -> bool:
+    """Whether two model ids are equal, or end in the same path component."""
+    return served == wanted or served.rsplit("/", 1)[-1] == wanted.rsplit("/", 1)[-1]
+
+
+def fetch(
+    script: Script, instance: Instance, path: bytes, key: bytes
+) -> Generator[None, None, Leg]:
+    """Gets a small answer from an instance, on a connection of its own."""
+    request = b"GET %s HTTP/1.1\r\nHost: %s\r\n%s\r\n" % (path, instance.authority, key)
+    leg = Leg(script, instance, (request, b""), whole=True, raw=False)
+    script.legs.append(leg)
+    instance.send(leg, fresh=True)
+    leg.deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT
+    while not leg.settled:
+        yield
+    script.legs.remove(leg)
+    leg.close()
+    return leg
+
+
+def check_instance(
+    script: Script, instance: Instance, model: str, key: bytes
+) -> Generator[None, None, ModelCheck]:
+    """Asks an instance whether it is well and whether it serves the model."""
+    for path in (b"/health", b"/v1/models"):
+        leg = yield from fetch(script, instance, path, key)
+        if leg.failure is not None:
+            return ModelCheck(f"{path.decode()}: it {leg.failure.words}")
+        if leg.status in (401, 403) and path == b"/v1/models":
+            logger.warning("%s: its model is unverified: it wants a key", instance)
+            return ModelCheck(None)
+        if leg.status != 200:
+            return ModelCheck(f"{path.decode()}: status {leg.status}")
+    try:
+        served = msgspec.json.decode(leg.body(), type=ModelList).data
+    except msgspec.DecodeError:
+        return ModelCheck("/v1/models: not a list of models")
+    if any(same_model(entry.id, model) for entry in served):
+        return ModelCheck(None)
+    ids = ", ".join(entry.id for entry in served) or "no model"
+    return ModelCheck(f"{instance} serves a different model: {ids} != {model}", True)
+
+
+class ModelEntry(msgspec.Struct):
+    id: str
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelEntry]
+
+
+class Watch(Script):
+    """Probes one instance for as long as it is known."""
+
+    counts = False
+
+    def __init__(self, instance: Instance, model: str, key: bytes) -> None:
+        super().__init__()
+        self.instance = instance
+        self.model = model
+        self.key = key
+        self.timer: asyncio.TimerHandle | None = None
+        # Set with the first verdict.
+        self.first: asyncio.Future[ModelCheck]
+        self.first = asyncio.get_running_loop().create_future()
+        instance.watch = self
+        self.run(self._steps())
+
+    def hurry(self) -> None:
+        """Ends the wait for the next probe."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+            asyncio.get_running_loop().call_soon(self.resume)
+
+    def _steps(self) -> Steps:
+        instance = self.instance
+        while True:
+            if instance.state is State.UP:
+                leg = yield from fetch(self, instance, b"/health", self.key)
+                if leg.failure is not None:
+                    instance.mark(State.DOWN, f"/health: it {leg.failure.words}")
+                elif leg.status != 200:
+                    instance.mark(State.DOWN, f"/health: status {leg.status}")
+            else:
+                check = yield from check_instance(self, instance, self.model, self.key)
+                if check.problem is None and instance.state is State.DOWN:
+                    instance.mark(State.UP)
+                elif instance.state is State.DOWN:
+                    instance.mark(State.DOWN, check.problem)
+                if not self.first.done():
+                    self.first.set_result(check)
+            up = instance.state is State.UP
+            loop = asyncio.get_running_loop()
+            self.timer = loop.call_later(
+                PROBE_INTERVAL_UP if up else PROBE_INTERVAL_DOWN, self.resume
+            )
+            yield
+            self.timer = None
+
+
+# --- Client connections ---------------------------------------------------------------
+
+
+# SO_LINGER on, zero seconds: closing sends a reset.
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class Phase(enum.Enum):
+    """What a client connection waits for."""
+
+    IDLE = enum.auto()
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    ANSWER = enum.auto()
+    # The answer is out, the rest of a refused request is read and dropped.
+    LINGER = enum.auto()
+
+
+class ClientConnection(asyncio.Protocol):
+    """A client's connection: its requests one after the other."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, service: "Service") -> None:
+        self.service = service
+        self.phase = Phase.IDLE
+        # Bytes of requests that were not read yet.
+        self.buffer = bytearray()
+        self.head: RequestHead | None = None
+        self.handler: Handler | None = None
+        self.framing: Framing = Counted(0)
+        self.parts: list[bytes] = []
+        self.size = self.mark = 0
+        self.deadline = math.inf
+        self.exchange: Exchange | None = None
+        # Set while the transport takes more bytes.
+        self.writable = True
+
+    # The life of a connection, as asyncio calls it.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(WRITE_HIGH_WATER)
+        self.service.clients.add(self)
+        self.deadline = self.service.loop.time() + HEAD_TIMEOUT
+
+    def data_received(self, data: bytes) -> None:
+        phase = self.phase
+        if phase is Phase.IDLE:
+            self._take(data)
+        elif phase is Phase.HEAD:
+            self.buffer += data
+            data = bytes(self.buffer)
+            self.buffer.clear()
+            self._take(data)
+        elif phase is Phase.BODY:
+            self._take_body(data)
+        elif phase is Phase.ANSWER:
+            self.buffer += data
+            if len(self.buffer) > MAX_PIPELINED_BYTES:
+                self.transport.pause_reading()
+
+    def eof_received(self) -> None:
+        """A client that ends its side is gone, as in vLLM's own server."""
+
+    def pause_writing(self) -> None:
+        self.writable = False
+        if self.exchange is not None:
+            self.exchange.pause()
+
+    def resume_writing(self) -> None:
+        self.writable = True
+        if self.exchange is not None:
+            self.exchange.go_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.service.left(self)
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.client_left()
+
+    # Reading a request.
+
+    def _take(self, data: bytes) -> None:
+        """Reads a head and, where it is all there, its body."""
+        if data[:2] == CRLF:
+            data = data[2:]  # RFC 9112 section 2.2: an empty line may come first.
+        try:
+            end = data.find(b"\r\n\r\n") + 4
+            if end < 4 or end > MAX_HEAD_BYTES:
+                self._incomplete(data)
+                return
+            head = RequestHead(data[:end])
+            self.handler = self.service.admit(head)
+        except ProxyError as err:
+            self.refuse(err)
+            return
+        self.head = head
+        length = head.length
+        if not head.chunked and len(data) - end == length:
+            self._start(head, data[end:] if length else b"")
+            return
+        self.phase = Phase.BODY
+        self.parts, self.size, self.mark = [], 0, 0
+        self.deadline = self.service.loop.time() + BODY_STALL_TIMEOUT
+        self.framing = Chunked(raw=False) if head.chunked else Counted(length)
+        if b"expect" in head.owned and head.modern and len(data) == end:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._take_body(data[end:])
+
+    def _incomplete(self, data: bytes) -> None:
+        if len(data) > MAX_HEAD_BYTES:
+            if CRLF not in data[:MAX_TARGET_BYTES]:
+                raise ProxyError(414, "The request line is too long")
+            raise ProxyError(431, "The request head is too long")
+        lines = data.count(b"\n")
+        if lines != data.count(CRLF) or data.count(b"\r", 0, -1) != lines:
+            raise ProxyError(400, "Malformed line end in the request head")
+        if lines > MAX_HEADERS + 1:
+            raise ProxyError(431, "Too many header fields")
+        if data and self.phase is Phase.IDLE:
+            self.phase = Phase.HEAD
+            self.deadline = self.service.loop.time() + HEAD_TIMEOUT
+        self.buffer += data
+
+    def _take_body(self, data: bytes) -> None:
+        head, framing = self.head, self.framing
+        assert head is not None
+        try:
+            piece = framing.feed(data)
+        except ValueError as err:
+            self.refuse(ProxyError(400, f"Malformed request body: {err}"))
+            return
+        self.size += len(piece)
+        if self.size > self.service.max_body:
+            self.refuse(self.service.too_large())
+        elif framing.done:
+            self.buffer += framing.extra
+            self.parts.append(piece)
+            body, self.parts = b"".join(self.parts), []
+            self._start(head, body)
+        else:
+            self.parts.append(piece)
+
+    def _start(self, head: RequestHead, body: bytes) -> None:
+        handler = self.handler
+        assert handler is not None
+        self.phase = Phase.ANSWER
+        self.deadline = math.inf
+        self.exchange = exchange = Exchange(self, head, body)
+        exchange.begin(handler)
+
+    # Answering.
+
+    def finished(self, keep_alive: bool) -> None:
+        """The answer is out: on to the next request."""
+        self.exchange = self.head = None
+        if not keep_alive or self.service.stopping:
+            self.transport.close()
+            return
+        self.phase = Phase.IDLE
+        loop = self.service.loop
+        self.deadline = loop.time() + KEEP_ALIVE_TIMEOUT
+        if self.buffer:
+            loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        """Goes on with a request that had come before it could be read."""
+        if self.phase is Phase.IDLE and not self.transport.is_closing():
+            data = bytes(self.buffer)
+            self.buffer.clear()
+            self.transport.resume_reading()
+            self._take(data)
+
+    def refuse(self, err: ProxyError) -> None:
+        """Answers a request that was not read to its end, and closes in stages.
+
+        RFC 9112 section 9.6: closing with unread data would reset the
+        connection and might take the answer with it.
+        """
+        body = err.body()
+        fields = [("Content-Length", str(len(body))), *err.headers]
+        fields += [("Content-Type", "application/json"), ("Connection", "close")]
+        head = render_head(err.status, fields)
+        without_body = self.head is not None and self.head.method == b"HEAD"
+        self.transport.write(head if without_body else head + body)
+        self.transport.write_eof()
+        self.phase = Phase.LINGER
+        self.parts.clear()
+        self.deadline = self.service.loop.time() + LINGER_TIMEOUT
+
+    def stop(self) -> None:
+        """Closes the connection unless an answer is on its way."""
+        if self.phase is not Phase.ANSWER:
+            self.transport.close()
+
+    def cut(self, framed: bool) -> None:
+        """Ends an answer that is not whole, so that the client can tell.
+
+        Where only the end of the connection marks the end of the answer, it is
+        reset.
+        """
+        self.exchange = None
+        self.phase = Phase.LINGER
+        self.deadline = self.service.loop.time() + LINGER_TIMEOUT
+        if framed:
+            self.transport.close()
+        else:
+            sock = self.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+            self.transport.abort()
+
+    def tick(self, now: float) -> None:
+        """Looks at the deadline of what the connection waits for."""
+        if now < self.deadline:
+            return
+        if self.phase is Phase.BODY and self.size - self.mark >= MIN_BODY_PROGRESS:
+            self.mark = self.size
+            self.deadline = now + BODY_STALL_TIMEOUT
+        elif self.phase in (Phase.HEAD, Phase.BODY):
+            self.refuse(ProxyError(408, "The request did not come in time"))
+        else:
+            self.transport.abort()
+
+
+class Exchange(Script):
+    """One request and its one answer."""
+
+    def __init__(self, client: ClientConnection, head: RequestHead, body: bytes):
+        super().__init__()
+        self.client = client
+        self.head = head
+        self.body = body
+        self.keep_alive = head.keep_alive
+        # Whether the client has seen a byte of the answer.
+        self.begun = False
+        # The leg whose answer is being passed on.
+        self.feeding: Leg | None = None
+        self.fields = b""
+        # What a custom callable waits for while the client is slow.
+        self.drained: asyncio.Future[None] | None = None
+
+    def begin(self, handler: "Handler") -> None:
+        """Has a handler answer: at once, or in steps."""
+        try:
+            steps = handler(self)
+        except Exception as err:
+            self._end(err)
+            return
+        if steps is None:
+            self._end(None)
+        else:
+            self.run(steps)
+
+    def members(self) -> Members:
+        """The body's members, without the parameters that only the proxy sets."""
+        members = split_members(self.body)
+        members.pop("kv_transfer_params", None)
+        members.pop("ec_transfer_params", None)
+        return members
+
+    # Legs.
+
+    def post(
+        self, instance: Instance, body: bytes, extra: bytes, whole: bool = False
+    ) -> Leg:
+        """Starts a leg with the client's method, target and end-to-end fields."""
+        head = self.head
+        request = b"%s %s HTTP/1.1\r\nHost: %s\r\n%s%sContent-Length: %d\r\n\r\n" % (
+            head.method,
+            head.target,
+            instance.authority,
+            self.fields or self._fields(),
+            extra,
+            len(body),
+        )
+        leg = Leg(self, instance, (request, body), whole, raw=head.modern)
+        self.legs.append(leg)
+        instance.send(leg)
+        return leg
+
+    def _fields(self) -> bytes:
+        """The header lines that all legs share, the id of this request included."""
+        lines = [b"%s: %s\r\n" % field for field in self.head.headers]
+        key = self.client.service.engine_key
+        if not key and b"authorization" in self.head.owned:
+            key = b"Authorization: %s\r\n" % self.head.owned[b"authorization"]
+        lines += (key, b"X-Request-Id: %s\r\n" % os.urandom(16).hex().encode())
+        self.fields = b"".join(lines)
+        return self.fields
+
+    # Answering.
+
+    def answer(
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = "application/json",
+        headers: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        """Gives an answer of the proxy's own."""
+        self.begun = True
+        fields = [("Content-Length", str(len(body))), ("Content-Type", content_type)]
+        head = render_head(status, [*fields, *headers, *self._connection_field()])
+        self.write(head if self.head.method == b"HEAD" else head + body)
+
+    def answer_stream(self, content_type: str) -> None:
+        """Begins an answer of the proxy's own whose length is not known."""
+        self.begun = True
+        self.keep_alive = self.keep_alive and self.head.modern
+        fields = [("Content-Type", content_type), *self._connection_field()]
+        if self.head.modern:
+            fields.append(("Transfer-Encoding", "chunked"))
+        self.write(render_head(200, fields))
+
+    def write(self, data: bytes) -> None:
+        """Bytes to the client."""
+        self.client.transport.write(data)
+
+    async def drain(self) -> None:
+        """Waits until the client takes more bytes."""
+        while not self.client.writable:
+            self.drained = asyncio.get_running_loop().create_future()
+            await self.drained
+
+    def _connection_field(self) -> list[tuple[str, str]]:
+        if self.client.service.stopping:
+            self.keep_alive = False
+        if self.keep_alive is self.head.modern:
+            return []
+        return [("Connection", "keep-alive" if self.keep_alive else "close")]
+
+    def relay(self, leg: Leg) -> Steps:
+        """Passes a leg's answer on as it comes; ends when it is out.
+
+        Raises:
+            ConnectionError: the engine failed in mid-answer.
+
+        """
+        framing, write = leg.framing, self.client.transport.write
+        recode = isinstance(framing, UntilClose) and self.head.modern
+        head, body = self._relayed_head(leg), leg.body()
+        self.begun = True
+        write(head + (encode_chunk(body) if recode else body) if body else head)
+        if not leg.done:
+            leg.sink = (lambda data: write(encode_chunk(data))) if recode else write
+            self.feeding = leg
+            leg.go_on() if self.client.writable else leg.pause()
+            while not leg.done:
+                yield
+            self.feeding = None
+            if leg.failure is not None:
+                raise ConnectionError(f"{leg.instance} {leg.failure.words}")
+        if recode:
+            write(LAST_CHUNK)
+
+    def _relayed_head(self, leg: Leg) -> bytes:
+        """The engine's head with the fields of this connection."""
+        head = leg.head
+        assert head is not None
+        lines = [b"HTTP/1.1 %d %s\r\n" % (head.status, head.reason)]
+        lines += [b"%s: %s\r\n" % field for field in head.headers]
+        # RFC 9110 section 6.6.1: whoever passes an answer on without a date adds it.
+        date = head.owned.get(b"date") or formatdate(usegmt=True).encode()
+        lines.append(b"Date: %s\r\n" % date)
+        if isinstance(leg.framing, Counted):
+            if b"content-length" in head.owned and head.status != 204:
+                lines.append(b"Content-Length: %s\r\n" % head.owned[b"content-length"])
+        elif self.head.modern:
+            lines.append(b"Transfer-Encoding: chunked\r\n")
+        else:
+            self.keep_alive = False
+        for name, value in self._connection_field():
+            lines.append(f"{name}: {value}\r\n".encode())
+        given = self.head.owned.get(b"x-request-id", b"")[:MAX_REQUEST_ID_BYTES]
+        if given and not given.translate(None, VISIBLE_ASCII):
+            lines.append(b"X-Request-Id: %s\r\n" % given)
+        lines.append(CRLF)
+        return b"".join(lines)
+
+    # What the connection tells.
+
+    def pause(self) -> None:
+        """The client is slow: its engine is not read for a while."""
+        if self.feeding is not None:
+            self.feeding.pause()
+
+    def go_on(self) -> None:
+        """The client takes bytes again."""
+        if self.feeding is not None:
+            self.feeding.go_on()
+        elif self.drained is not None and not self.drained.done():
+            self.drained.set_result(None)
+
+    def client_left(self) -> None:
+        """Nobody wants the answer: whatever works on it is stopped."""
+        self.cancel()
+
+    def ended(self, err: Exception | None) -> None:
+        """Answers what went wrong, or cuts an answer that has begun."""
+        client = self.client
+        if client.exchange is not self:
+            return
+        if err is not None and self.begun:
+            logger.warning("answer cut short: %s", err)
+            client.cut(self.head.modern)
+            return
+        if err is not None:
+            if not isinstance(err, ProxyError):
+                logger.error("internal error", exc_info=err)
+                err = ProxyError(500, "Internal error in the proxy")
+            self.answer(err.status, err.body(), headers=err.headers)
+        client.finished(self.keep_alive)
+
+
+Handler = Callable[[Exchange], Steps | None]
+
+
+class Service:
+    """What all client connections of a process share."""
+
+    def __init__(self, proxy: "Proxy", max_body: int = MAX_BODY_BYTES) -> None:
+        self.proxy = proxy
+        self.loop = asyncio.get_running_loop()
+        self.max_body = max_body
+        self.clients: set[ClientConnection] = set()
+        # Set once SIGTERM has come: no further requests.
+        self.stopping = False
+        self.empty = self.loop.create_future()
+        key = os.environ.get("OPENAI_API_KEY", "")
+        self.engine_key = f"Authorization: Bearer {key}\r\n".encode() if key else b""
+
+    def admit(self, head: RequestHead) -> Handler:
+        """Finds who answers a request, before its body is read.
+
+        Raises:
+            ProxyError: it is refused.
+
+        """
+        if head.length > self.max_body:
+            raise self.too_large()
+        expect = head.owned.get(b"expect")
+        if expect is not None and expect.lower() != b"100-continue":
+            raise ProxyError(417, "Only 100-continue can be expected")
+        return self.proxy.route(head)
+
+    def too_large(self) -> ProxyError:
+        return ProxyError(413, f"The body is larger than {self.max_body} bytes")
+
+    def left(self, client: ClientConnection) -> None:
+        """A client connection is closed."""
+        self.clients.discard(client)
+        if self.stopping and not self.clients and not self.empty.done():
+            self.empty.set_result(None)
+
+    async def drain(self, seconds: float) -> None:
+        """Lets running answers finish, for so long at most; cuts the rest."""
+        self.stopping = True
+        for client in list(self.clients):
+            client.stop()
+        if self.clients:
+            await asyncio.wait([self.empty], timeout=seconds)
+        for client in list(self.clients):
+            client.transport.abort()
+
+    def tick(self) -> None:
+        """Looks at all deadlines, every TICK seconds."""
+        now = self.loop.time()
+        for client in list(self.clients):
+            client.tick(now)
+        for cycler in (self.proxy.prefill_cycler, self.proxy.decode_cycler):
+            for instance in list(cycler.instances):
+                instance.tick(now)
+        self.loop.call_later(TICK, self.tick)
+
+
+# --- Scheduling -----------------------------------------------------------------------
+
+
+class SchedulingPolicy(ABC):
+    """Chooses the instance for a leg."""
+
+    @abstractmethod
+    def schedule(self, cycler: InstanceCycler) -> Instance:
+        """Returns one of `cycler.instances` that is up.
+
+        Raises:
+            StopIteration: there is none, as `next(cycler)` does.
+
+        """
+        raise NotImplementedError("Scheduling Proxy is not set.")
+
+
+class RoundRobinSchedulingPolicy(SchedulingPolicy):
+    """One after the other."""
+
+    def schedule(self, cycler: InstanceCycler) -> Instance:
+        return next(cycler)
+
+
+# --- Connectors: who finds the KV, and how --------------------------------------------
+
+# What NIXL's prefill side is asked with; the nulls are what every proxy sends.
+NIXL_PREFILL = Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+WILDCARDS = ("", "localhost", "0.0.0.0", "::", "[::]", "[::1]", "::1")
+
+
+class PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: Raw = NULL
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name means "this machine", whichever that is."""
+    return host.lower() in WILDCARDS or host.startswith("127.")
+
+
+def bad_hand_over(instance: Instance, what: str) -> ProxyError:
+    return ProxyError(502, f"Prefill instance {instance} answered with {what}")
+
+
+class AutoConnector:
+    """NIXL's pull mode, and connectors that find KV by content.
+
+    The latter ignore the parameters and answer none. Source: vLLM 0.33.0,
+    `nixl/pull_scheduler.py`, `request_finished`.
+    """
+
+    def prefill_params(self) -> Raw:
+        """`kv_transfer_params` of the P leg."""
+        return NIXL_PREFILL
+
+    def decode_params(self, prefill: Instance, answer: bytes) -> Raw | None:
+        """`kv_transfer_params` of the D leg, from P's answer; None for none.
+
+        Raises:
+            ProxyError: 502 for a hand-over that would harm the decode engine.
+
+        """
+        try:
+            params = msgspec.json.decode(answer, type=PrefillAnswer).kv_transfer_params
+        except (msgspec.DecodeError, RecursionError):
+            raise bad_hand_over(prefill, "what is not a JSON object") from None
+        if is_null(params):
+            return None
+        try:
+            fields = decode_members(params)
+        except (msgspec.DecodeError, RecursionError):
+            raise bad_hand_over(prefill, "a malformed hand-over") from None
+        if not is_true(fields.get("do_remote_prefill")):
+            return None
+        return self._checked(prefill, params, fields)
+
+    def _checked(self, prefill: Instance, params: Raw, fields: Members) -> Raw:
+        blocks = bytes(fields.get("remote_block_ids", NULL))
+        if blocks[:1] != b"[" or not blocks.strip(b"[], \t\r\n"):
+            raise bad_hand_over(prefill, "a hand-over without block ids")
+        for name in ("remote_engine_id", "remote_request_id", "remote_port"):
+            if bytes(fields.get(name, NULL)) in (b"null", b'""'):
+                raise bad_hand_over(prefill, f"a hand-over without {name}")
+        host = decode_any(fields.get("remote_host", NULL)) or ""
+        if not isinstance(host, str):
+            raise bad_hand_over(prefill, "a hand-over with a malformed remote_host")
+        if not is_local(host) or (host and is_local(prefill.host)):
+            return params
+        fields["remote_host"] = Raw(encode_json(prefill.host))
+        return Raw(encode_json(fields))
+
+
+CONNECTORS = {"auto": AutoConnector}
+
+# --- Prefill and decode ---------------------------------------------------------------
+
+# Removed from the P leg: what a one-token answer cannot have, or would reject.
+# The rest may shape the prompt, which has to be the same on both legs.
+NOT_FOR_PREFILL = words(
+    "best_of echo logprobs min_completion_tokens min_tokens prompt_logprobs stop",
+    "stop_token_ids stream_options top_logprobs",
+)
+# Contract
+ENGINE_CONTROL = frozenset(
+    """
+    /abort_requests /collective_rpc /fault_tolerance/apply /fault_tolerance/status
+    /finish_weight_update /inference/v1/abort_requests
+    /init_weight_transfer_engine /is_scaling_elastic_ep /pause
+    /release_kv_cache_memory /reset_encoder_cache /reset_mm_cache
+    /reset_prefix_cache /resume /scale_elastic_ep /sleep /start_profile
+    /start_weight_update /stop_profile /update_weights /v1/load_lora_adapter
+    /v1/unload_lora_adapter /wake_up /weight_checker
+    """.split()
+)
+
+
+def bypass_reason(members: Members) -> str | None:
+    """Why one hand-over cannot serve a request, or None when it can."""
+    for name in ("n", "best_of"):
+        if name in members and bytes(members[name]) not in (b"1", b"null"):
+            return name
+    if is_true(members.get("use_beam_search")):
+        return "beam_search"
+    if not is_null(members.get("prompt_logprobs")):
+        return "prompt_logprobs"
+    if is_true(members.get("echo")) and not is_null(members.get("logprobs")):
+        return "echo_logprobs"
+    prompt = members.get("prompt")
+    if prompt is not None and is_prompt_list(bytes(prompt)):
+        return "prompt_list"
+    return None
+
+
+def is_prompt_list(prompt: bytes) -> bool:
+    """Whether a completions prompt is several prompts.
+
+    A list of numbers is one prompt in tokens; it may have millions of them, so
+    only its first item is looked at.
+    """
+    if prompt[:1] != b"[":
+        return False
+    first = prompt[1:64].lstrip(BLANKS)[:1]
+    return first not in b"-0123456789" and len(decode_items(prompt)) != 1
+
+
+def prefill_body(members: Members, params: Raw | None) -> bytes:
+    """The body of the P leg: the same prompt, one token, no stream."""
+    leg = {n: v for n, v in members.items() if n not in NOT_FOR_PREFILL}
+    leg["stream"] = FALSE
+    leg["max_tokens"] = ONE
+    for name in ("max_completion_tokens", "n"):
+        if name in leg:
+            leg[name] = ONE
+    if params is not None:
+        leg["kv_transfer_params"] = params
+    return encode_json(leg)
+
+
+def decode_body(members: Members, params: Raw | None) -> bytes:
+    """The body of the D leg: the client's, and where the KV is."""
+    return encode_json(
+        members if params is None else {**members, "kv_transfer_params": params}
+    )
+
+
+def forces_tool(members: Members) -> bool:
+    """Whether the answer has to be a tool call."""
+    choice = bytes(members.get("tool_choice", NULL))
+    return choice == b'"required"' or choice[:1] == b"{"
+
+
+def unreachable(leg: Leg) -> ProxyError:
+    """The answer for a leg that failed."""
+    assert leg.failure is not None
+    role, words = leg.instance.cycler.role, leg.failure.words
+    return ProxyError(leg.failure.status, f"{role} instance {leg.instance} {words}")
+
+
+def no_instance(role: str) -> ProxyError:
+    retry = ("Retry-After", str(math.ceil(PROBE_INTERVAL_DOWN)))
+    return ProxyError(503, f"No {role} instance is available", retry)
+
+
+class Response(NamedTuple):
+    """An answer of a custom callable."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = "application/json"
+
+
+class Request:
+    """What a custom callable receives."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.body = exchange.body
+        fields = [*exchange.head.headers, *exchange.head.owned.items()]
+        self.headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in fields
+        }
+
+    async def json(self) -> Any:
+        """The decoded body; raises ValueError where it is not JSON."""
+        return json.loads(self.body)
+
+
+CustomAnswer = Response | AsyncIterator[bytes]
+Custom = Callable[[Request], CustomAnswer | Awaitable[CustomAnswer]]
+
+
+class Proxy:
+    """The policy: which instances serve a request, and what they are asked.
+
+    Args:
+        prefill_instances: `host:port` of each prefill instance.
+        decode_instances: the same for decode.
+        model: the model id all of them serve.
+        scheduling_policy: chooses the instance for each leg.
+        custom_create_completion: answers `/v1/completions` instead.
+        custom_create_chat_completion: answers `/v1/chat/completions` instead.
+        retries: how many more prefill instances a request may try.
+        connector: a key of `CONNECTORS`.
+        allow_engine_control: whether clients reach `ENGINE_CONTROL`.
+
+    Raises:
+        ValueError: a malformed address.
+
+    """
+
+    def __init__(
+        self,
+        prefill_instances: list[str],
+        decode_instances: list[str],
+        model: str,
+        scheduling_policy: SchedulingPolicy,
+        custom_create_completion: Custom | None = None,
+        custom_create_chat_completion: Custom | None = None,
+        retries: int = 1,
+        connector: str = "auto",
+        allow_engine_control: bool = False,
+    ) -> None:
+        self.prefill_cycler = InstanceCycler("prefill")
+        self.decode_cycler = InstanceCycler("decode")
+        for address in prefill_instances:
+            self.prefill_cycler.add(address)
+        for address in decode_instances:
+            self.decode_cycler.add(address)
+        self.model = model
+        self.scheduling_policy = scheduling_policy
+        self.retries = retries
+        self.connector = CONNECTORS[connector]()
+        self.allow_engine_control = allow_engine_control
+        self.pairs = 0
+        # POST routes whose JSON body is checked before it is read.
+        self.generate: dict[str, Handler] = {
+            "/v1/completions": custom_handler(custom_create_completion)
+            or self.two_legs,
+            "/v1/chat/completions": custom_handler(custom_create_chat_completion)
+            or self.two_legs,
+        }
+        self.routes: dict[str, dict[bytes, Handler]] = {
+            "/health": {b"GET": self.health},
+            "/status": {b"GET": self.status},
+            "/instances/add": {b"POST": self.add_instance},
+            **{path: {b"POST": handler} for path, handler in self.generate.items()},
+        }
+
+    def route(self, head: RequestHead) -> Handler:
+        """Finds the handler of a request.
+
+        Raises:
+            ProxyError: 400, 403, 405 or 415.
+
+        """
+        path = check_path(head.target)
+        methods = self.routes.get(path)
+        if methods is None:
+            if path.rstrip("/") in ENGINE_CONTROL and not self.allow_engine_control:
+                raise ProxyError(403, "Engine control is not open to clients")
+            return self.one_leg
+        method = b"GET" if head.method == b"HEAD" else head.method
+        if method not in methods:
+            allow = ", ".join(name.decode() for name in methods)
+            raise ProxyError(405, "Method Not Allowed", ("Allow", allow))
+        if path in self.generate and not head.is_json():
+            raise ProxyError(415, "Only 'application/json' is allowed")
+        return methods[method]
+
+    # Choosing instances.
+
+    def pick(self, cycler: InstanceCycler, avoid: list[Instance]) -> Instance | None:
+        """The policy's choice among the instances that are up and not in `avoid`."""
+        for _ in range(max(1, len(cycler.up))):
+            try:
+                choice = self.scheduling_policy.schedule(cycler)
+            except StopIteration:
+                return None
+            if choice not in avoid:
+                return choice
+        return next((i for i in cycler.up if i not in avoid), None)
+
+    def pair_off(self) -> None:
+        """Shifts D's rotation once P and D have met in all the ways they would."""
+        self.pairs += 1
+        ups = len(self.prefill_cycler.up), len(self.decode_cycler.up)
+        if self.pairs % (math.lcm(*ups) or 1) == 0:
+            self.decode_cycler.turn += 1
+
+    # Two legs.
+
+    def two_legs(self, x: Exchange) -> Steps:
+        """Prefill on one instance, decode on another, under the rules of failure.
+
+        Before the client has seen a byte, a decode instance that failed gets
+        replaced once: with a fresh hand-over, because a hand-over is delivered
+        only once, and by another decode instance, or by the same one when the
+        prefill instance may have been at fault.
+        """
+        members = x.members()
+        check_stream_options(members)
+        bypass = bypass_reason(members)
+        prefill: Instance | None = None
+        avoid: list[Instance] = []
+        again = self.retries > 0
+        while True:
+            params = None
+            if bypass is None:
+                answer = yield from self.prefill(x, members, prefill)
+                if answer is None:
+                    return
+                prefill = answer.instance
+                if answer.status == 200:
+                    params = self.connector.decode_params(prefill, answer.body())
+                self.pair_off()
+            body = decode_body(members, params)
+            leg = yield from self.decode(x, body, avoid)
+            if not (again and self.worth_another(leg, prefill)):
+                break
+            again = False
+            others = [i for i in self.decode_cycler.up if i is not leg.instance]
+            avoid = [leg.instance] if others else []
+            leg.close()
+        yield from self.give(x, leg)
+
+    def worth_another(self, leg: Leg, prefill: Instance | None) -> bool:
+        """Whether a failed D leg is worth a second try of the whole request."""
+        if leg.failure is not None and leg.failure is not Failure.RESET:
+            return False
+        if leg.failure is None and leg.status < 500:
+            return False
+        if any(i is not leg.instance for i in self.decode_cycler.up):
+            return True
+        other_prefill = any(i is not prefill for i in self.prefill_cycler.up)
+        return leg.failure is None and prefill is not None and other_prefill
+
+    def give(self, x: Exchange, leg: Leg) -> Steps:
+        """Gives the client what a leg brought."""
+        if leg.failure is not None:
+            raise unreachable(leg)
+        yield from x.relay(leg)
+
+    def prefill(
+        self, x: Exchange, members: Members, used: Instance | None
+    ) -> Generator[None, None, Leg | None]:
+        """The P leg, on another instance than `used` if there is one.
+
+        Returns the leg with a 200, or with the 5xx of an old engine that cannot
+        prefill a forced tool call; None when the client has its answer.
+        """
+        body = prefill_body(members, self.connector.prefill_params())
+        tried: list[Instance] = []
+        refused: Leg | None = None
+        leg: Leg | None = None
+        while len(tried) <= self.retries:
+            avoid = [*tried, used] if used else tried
+            instance = self.pick(self.prefill_cycler, avoid)
+            if instance is None and used and used not in tried:
+                instance = self.pick(self.prefill_cycler, tried)
+            if instance is None:
+                break
+            leg = x.post(instance, body, b"Accept-Encoding: identity\r\n", whole=True)
+            while not leg.settled:
+                yield
+            if leg.failure is None:
+                if leg.status == 200 or (leg.status >= 500 and forces_tool(members)):
+                    return leg
+                if leg.status < 400:
+                    raise bad_hand_over(instance, f"status {leg.status}")
+                refused = leg
+                if leg.status < 500:
+                    break
+                leg.pause()
+            elif leg.failure not in RETRIED:
+                break
+            tried.append(instance)
+        if refused is not None:
+            yield from x.relay(refused)
+            return None
+        raise unreachable(leg) if leg else no_instance("prefill")
+
+    def decode(
+        self, x: Exchange, body: bytes, avoid: list[Instance]
+    ) -> Generator[None, None, Leg]:
+        """The D leg, settled; instances that cannot be reached are passed over."""
+        coding = x.head.owned.get(b"accept-encoding")
+        extra = b"Accept-Encoding: %s\r\n" % coding if coding else b""
+        leg: Leg | None = None
+        while instance := self.pick(self.decode_cycler, avoid):
+            leg = x.post(instance, body, extra)
+            while not leg.settled:
+                yield
+            if leg.failure is None or leg.failure.delivered:
+                return leg
+            avoid = [*avoid, instance]
+        raise unreachable(leg) if leg else no_instance("decode")
+
+    # One leg.
+
+    def one_leg(self, x: Exchange) -> Steps:
+        """Any other path: to a decode instance as it is."""
+        leg = yield from self.decode(x, forwarded_body(x), [])
+        yield from self.give(x, leg)
+
+    # The proxy's own routes.
+
+    def health(self, x: Exchange) -> None:
+        for cycler in (self.prefill_cycler, self.decode_cycler):
+            if not cycler.up:
+                raise no_instance(cycler.role)
+        x.answer(200, b"ok", "text/plain")
+
+    def status(self, x: Exchange) -> None:
+        prefill, decode = self.prefill_cycler.instances, self.decode_cycler.instances
+        report = {
+            "prefill_node_count": len(prefill),
+            "decode_node_count": len(decode),
+            "prefill_nodes": [i.address for i in prefill],
+            "decode_nodes": [i.address for i in decode],
+            "instances": [describe(i) for i in (*prefill, *decode)],
+        }
+        x.answer(200, encode_json(report))
+
+    def add_instance(self, x: Exchange) -> Steps:
+        """Upstream's `POST /instances/add`, with its statuses and bodies."""
+        cycler, address = self.admin_request(x)
+        instance = Instance(address, cycler)
+        key = x.client.service.engine_key
+        check = yield from check_instance(x, instance, self.model, key)
+        if check.problem is not None:
+            logger.warning("not added: %s: %s", instance, check.problem)
+            raise AdminError(400, "Instance validation failed.")
+        if cycler.find(instance.address):
+            raise AdminError(400, "Instance already exists.")
+        cycler.instances.append(instance)
+        instance.mark(State.UP)
+        Watch(instance, self.model, key)
+        message = f"Added {address} to {cycler.role}_instances."
+        x.answer(200, encode_json({"message": message}))
+
+    def admin_request(self, x: Exchange) -> tuple[InstanceCycler, str]:
+        """Checks key and body of an admin route; returns the role and the address."""
+        given = dict(Request(x).headers).get("x-api-key")
+        if given is None:
+            missing = {
+                "type": "missing",
+                "loc": ["header", "x-api-key"],
+                "msg": "Field required",
+                "input": None,
+            }
+            raise AdminError(422, [missing])
+        wanted = os.environ.get("ADMIN_API_KEY")
+        if not wanted:
+            raise AdminError(500, "Server configuration error.")
+        if not hmac.compare_digest(given.encode(), wanted.encode()):
+            raise AdminError(403, "Forbidden: Invalid API Key.")
+        try:
+            order = msgspec.json.decode(x.body)
+        except (msgspec.DecodeError, RecursionError) as err:
+            raise AdminError(400, f"Malformed JSON: {err}") from None
+        if not isinstance(order, dict):
+            raise AdminError(400, "The body must be one JSON object.")
+        cyclers = {"prefill": self.prefill_cycler, "decode": self.decode_cycler}
+        kind, address = order.get("type"), order.get("instance")
+        if not isinstance(kind, str) or kind not in cyclers:
+            raise AdminError(400, "Invalid instance type.")
+        if not isinstance(address, str) or ":" not in address:
+            raise AdminError(400, "Invalid instance format.")
+        try:
+            parse_address(address)
+        except ValueError:
+            raise AdminError(400, "Invalid instance address.") from None
+        return cyclers[kind], address
+
+
+RETRIED = (Failure.REFUSED, Failure.CONNECT_TIMEOUT, Failure.RESET)
+
+
+def describe(instance: Instance) -> dict[str, object]:
+    """An instance as `/status` shows it."""
+    return {
+        "instance": instance.address,
+        "role": instance.cycler.role,
+        "state": instance.state,
+        "reason": instance.reason,
+        "since": round(instance.since, 3),
+        "in_flight": instance.in_flight,
+    }
+
+
+def check_stream_options(members: Members) -> None:
+    """VLLM's coupling; it would refuse D's leg while P's blocks wait.
+
+    Raises:
+        ProxyError: 400.
+
+    """
+    options = members.get("stream_options")
+    if is_null(options) or is_true(members.get("stream")):
+        return
+    if options is not None and bytes(options) != b"{}":
+        raise ProxyError(400, "Stream options can only be defined when `stream=True`.")
+
+
+def forwarded_body(x: Exchange) -> bytes:
+    """A body for one leg: as it is, but for the parameters only the proxy sets.
+
+    Raises:
+        ProxyError: 400, it is neither JSON nor a multipart form: an engine might
+            read parameters in it that were not seen here.
+
+    """
+    if not x.body or x.body[:2] == b"--" and b"multipart/" in x.head.content_type:
+        return x.body
+    if x.body.lstrip(BLANKS)[:1] != b"{":
+        decode_or_refuse(x.body)
+        return x.body
+    members = split_members(x.body)
+    if not members.keys() & {"kv_transfer_params", "ec_transfer_params"}:
+        return x.body
+    return encode_json(x.members())
+
+
+def decode_or_refuse(body: bytes) -> None:
+    try:
+        decode_any(body)
+    except (msgspec.DecodeError, RecursionError) as err:
+        raise ProxyError(400, f"The body is not valid JSON: {err}") from None
+
+
+def custom_handler(custom: Custom | None) -> Handler | None:
+    """A handler that has a custom callable answer."""
+    if custom is None:
+        return None
+
+    async def run(x: Exchange) -> None:
+        given = custom(Request(x))
+        answer = await given if inspect.isawaitable(given) else given
+        if isinstance(answer, Response):
+            x.answer(answer.status, answer.body, answer.content_type)
+            return
+        await stream(x, answer)
+
+    def handle(x: Exchange) -> Steps:
+        task = asyncio.get_running_loop().create_task(run(x))
+        task.add_done_callback(lambda _: x.resume())
+        try:
+            while not task.done():
+                yield
+        finally:
+            task.cancel()
+        task.result()
+
+    return handle
+
+
+async def stream(x: Exchange, pieces: AsyncIterator[bytes]) -> None:
+    """Sends an iterator's bytes as they come, no faster than the client reads."""
+    x.answer_stream("text/event-stream; charset=utf-8")
+    async for piece in pieces:
+        x.write(encode_chunk(piece) if x.head.modern else piece)
+        await x.drain()
+    if x.head.modern:
+        x.write(LAST_CHUNK)
+
+
+# --- Server and command line ----------------------------------------------------------
+
+
+class ProxyServer:
+    """Checks the command line, then serves until it is told to stop.
+
+    Args:
+        args: needs `model`, `prefill`, `decode` and `port`; what `parse_args`
+            knows besides has defaults.
+        scheduling_policy: round robin if None.
+        create_completion: answers `/v1/completions` instead of the proxy.
+        create_chat_completion: answers `/v1/chat/completions` instead.
+
+    Raises:
+        ValueError: an empty role or a malformed address.
+
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        scheduling_policy: SchedulingPolicy | None = None,
+        create_completion: Custom | None = None,
+        create_chat_completion: Custom | None = None,
+    ) -> None:
+        self.args = argparse.Namespace(**{**DEFAULTS, **vars(args)})
+        self.validate_parsed_serve_args(self.args)
+        self.port: int = self.args.port
+        self.proxy_instance = Proxy(
+            prefill_instances=self.args.prefill,
+            decode_instances=self.args.decode,
+            model=self.args.model,
+            scheduling_policy=scheduling_policy or RoundRobinSchedulingPolicy(),
+            custom_create_completion=create_completion,
+            custom_create_chat_completion=create_chat_completion,
+            retries=self.args.retries,
+            connector=self.args.kv_connector,
+            allow_engine_control=self.args.allow_engine_control,
+        )
+
+    def validate_parsed_serve_args(self, args: argparse.Namespace) -> None:
+        """Raises ValueError, in upstream's words."""
+        if not args.prefill:
+            raise ValueError("Please specify at least one prefill node.")
+        if not args.decode:
+            raise ValueError("Please specify at least one decode node.")
+        for address in (*args.prefill, *args.decode):
+            parse_address(address)
+
+    def run_server(self) -> None:
+        """Serves; returns after SIGTERM or SIGINT.
+
+        Raises:
+            SystemExit: the port is taken, or an instance serves another model.
+
+        """
+        uvloop.run(self.serve())
+
+    async def serve(self) -> None:
+        """The same, in a running loop."""
+        raise_descriptor_limit()
+        loop = asyncio.get_running_loop()
+        service = Service(self.proxy_instance, self.args.max_body_size)
+        stop = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopper(stop))
+        server = await self.listen(service)
+        service.tick()
+        await self.check_models(service)
+        await server.start_serving()
+        host, port = server.sockets[0].getsockname()[:2]
+        logger.info("listening on %s:%d", f"[{host}]" if ":" in host else host, port)
+        await stop
+        logger.info("stopping: running answers may take %g s", DRAIN_TIMEOUT)
+        server.close()
+        await service.drain(DRAIN_TIMEOUT)
+        for cycler in (service.proxy.prefill_cycler, service.proxy.decode_cycler):
+            for instance in cycler.instances:
+                instance.close()
+
+    async def listen(self, service: Service) -> asyncio.Server:
+        """Binds the port, before anything else can go wrong."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.create_server(
+                lambda: ClientConnection(service),
+                self.args.host,
+                self.port,
+                backlog=LISTEN_BACKLOG,
+                start_serving=False,
+            )
+        except OSError as err:
+            where = f"{self.args.host}:{self.port}"
+            raise SystemExit(f"Cannot listen on {where}: {err.strerror}") from None
+
+    async def check_models(self, service: Service) -> None:
+        """Looks at each instance once; those that are not there may come later."""
+        proxy = service.proxy
+        instances = (*proxy.prefill_cycler.instances, *proxy.decode_cycler.instances)
+        watches = [Watch(i, proxy.model, service.engine_key) for i in instances]
+        checks = await asyncio.gather(*(watch.first for watch in watches))
+        for instance, check in zip(instances, checks):
+            if check.wrong_model:
+                raise SystemExit(check.problem)
+            if check.problem is not None:
+                logger.warning("%s is not there yet: %s", instance, check.problem)
+
+
+def stopper(stop: asyncio.Future[None]) -> Callable[[], None]:
+    """A signal handler: the first signal ends in order, the second at once."""
+
+    def handle() -> None:
+        if stop.done():
+            os._exit(1)
+        stop.set_result(None)
+
+    return handle
+
+
+def raise_descriptor_limit() -> None:
+    """Every stream takes two descriptors, a thousand are soon used up."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """The command line: upstream's flags, and what running it takes."""
+    parser = argparse.ArgumentParser(
+        description="vLLM disaggregated proxy server.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", "-m", required=True, help="model id")
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}",
+            f"-{role[0]}",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="HOST:PORT",
+            help=f"{role} instances; a name, an IPv4 or an [IPv6] address",
+        )
+    add_server_flags(parser, host="127.0.0.1", port=8000)
+    parser.add_argument(
+        "--kv-connector",
+        choices=sorted(CONNECTORS),
+        default="auto",
+        help="how the KV cache gets from prefill to decode",
+    )
+    return parser
+
+
+def add_server_flags(parser: argparse.ArgumentParser, host: str, port: int) -> None:
+    """The flags that do not depend on the connector."""
+    parser.add_argument("--host", default=host, help="address to listen on")
+    parser.add_argument("--port", type=int, default=port, help="port to listen on")
+    parser.add_argument(
+        "--max-body-size",
+        type=int,
+        default=MAX_BODY_BYTES,
+        metavar="BYTES",
+        help="largest request body",
+    )
+    parser.add_argument(
+        "--retries",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how many more instances a failed leg may try",
+    )
+    parser.add_argument(
+        "--allow-engine-control",
+        action="store_true",
+        help="let clients reach the engines' control routes (sleep, LoRA, ...)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="what is logged",
+    )
+
+
+DEFAULTS = vars(argument_parser().parse_args(["--model", ""]))
+
+
+def parse_args() -> argparse.Namespace:
+    return argument_parser().parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        server = ProxyServer(args)
+    except ValueError as err:
+        raise SystemExit(str(err)) from None
+    server.run_server()
+
+
+if __name__ == "__main__":
+    main()
