@@ -332,7 +332,7 @@ def prefill_answer(request: EngineRequest) -> Iterable[Step]:
 
 def decode_answer(request: EngineRequest) -> Iterable[Step]:
     """What a D answers: JSON with `n` choices, or SSE of three tokens and [DONE]."""
-    if not request.line.startswith(b"POST /v1/") or not request.body:
+    if request.target.partition("?")[0] not in (COMPLETIONS, CHAT):
         return [http_response(200, {"served": request.target})]
     body = request.json()
     if not body.get("stream"):
@@ -499,8 +499,9 @@ class ScriptedEngine:
         self.check()
 
     def check(self) -> None:
-        """Fails if a connection brought something that is not HTTP/1.1."""
-        assert not self.faults, (self, self.faults)
+        """Fails, once, if a connection brought something that is not HTTP/1.1."""
+        faults, self.faults = self.faults, []
+        assert not faults, (self, faults)
 
     def __repr__(self) -> str:
         return f"<{self.role} {self.instance}>"
@@ -1196,10 +1197,13 @@ class Cluster:
 
     def settle(self) -> None:
         """Waits until nothing is in flight, then forgets scripts and records."""
-        self.proxy.wait_idle()
-        for each in self.engines:
-            each.check()
-            each.forget()
+        try:
+            self.proxy.wait_idle()
+            for each in self.engines:
+                each.check()
+        finally:
+            for each in self.engines:
+                each.forget()
 
     def __enter__(self) -> Self:
         try:

@@ -178,7 +178,6 @@ def test_what_is_not_http_is_a_fault(client: RawClient, engine: ScriptedEngine) 
     client.wait_closed()
     with pytest.raises(AssertionError):
         engine.check()
-    engine.faults.clear()
 
 
 def test_hand_overs_differ() -> None:
