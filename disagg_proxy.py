@@ -41,6 +41,7 @@ and the connections it rests on. `moriio_proxy.py` imports the names in
 import argparse
 import asyncio
 import enum
+import functools
 import hmac
 import inspect
 import ipaddress
@@ -48,6 +49,7 @@ import json
 import logging
 import math
 import os
+import random
 import resource
 import signal
 import socket
@@ -94,6 +96,8 @@ MAX_HAND_OVER_BYTES = 16 * 1024 * 1024
 MAX_PIPELINED_BYTES = 64 * 1024
 # Bytes of a client's X-Request-Id that are given back.
 MAX_REQUEST_ID_BYTES = 512
+# Bytes of a body that is cheaper to copy behind its head than to send apart.
+SMALL_BODY_BYTES = 16 * 1024
 # Bytes waiting for a slow reader before its engine is no longer read.
 WRITE_HIGH_WATER = 64 * 1024
 
@@ -186,6 +190,8 @@ class MalformedAnswer(Exception):
 # --- HTTP/1.1 grammar: bytes to values, no I/O ----------------------------------------
 
 CRLF = b"\r\n"
+BLANKS = b" \t"
+MAX_LENGTH_DIGITS = 18
 LAST_CHUNK = b"0\r\n\r\n"
 VISIBLE_ASCII = bytes(range(0x21, 0x7F))
 HEX_DIGITS = b"0123456789abcdefABCDEF"
@@ -203,40 +209,76 @@ HOP_BY_HOP = frozenset(
 )
 # A client's fields that the proxy reads itself and writes anew on each leg.
 OWNED_REQUEST = HOP_BY_HOP | frozenset(
-    b"""
-    accept-encoding authorization content-length expect host trailer
-    x-data-parallel-rank x-request-id
-    """.split()
+    b"accept-encoding authorization content-length content-type expect host trailer "
+    b"x-data-parallel-rank x-request-id".split()
 )
-# Those of them that may come on several lines, RFC 9110 section 5.3.
-LIST_FIELDS = HOP_BY_HOP - {b"transfer-encoding"} | {b"accept-encoding", b"trailer"}
-OWNED_RESPONSE = HOP_BY_HOP | {b"content-length", b"date", b"x-request-id"}
-
-Headers = list[tuple[bytes, bytes]]
-
-
-def named_by_connection(value: bytes | None) -> set[bytes]:
-    """The lower-case names that a Connection field lists."""
-    return {name.strip().lower() for name in value.split(b",")} if value else set()
-
-
-def end_to_end(headers: Headers, named: set[bytes]) -> bytes:
-    """Header lines without those that `named` keeps to one connection."""
-    return b"".join(
-        b"%s: %s\r\n" % (name, value)
-        for name, value in headers
-        if name.lower() not in named
-    )
+# Those of them that may come once only.
+SINGLE = frozenset(
+    b"authorization content-length content-type expect host transfer-encoding "
+    b"x-request-id".split()
+)
+OWNED_RESPONSE = HOP_BY_HOP | {b"content-length", b"x-request-id"}
 
 
 def content_length(value: bytes) -> int:
-    """RFC 9110 section 8.6. Digits only; raises ValueError.
+    """RFC 9110 section 8.6: digits only; `int()` takes signs, blanks, underscores.
 
-    `int()` takes signs, blanks and underscores.
+    Raises:
+        ValueError: it is anything else.
+
     """
-    if not value.isdigit() or len(value) > 18:
+    if not value.isdigit() or len(value) > MAX_LENGTH_DIGITS:
         raise ValueError("malformed Content-Length")
     return int(value)
+
+
+class Fields(NamedTuple):
+    """The fields of a head, sorted."""
+
+    # Field lines that go on to the other side.
+    lines: list[bytes]
+    # Values of the others by lower-case name; several lines joined by ", ".
+    owned: dict[bytes, bytes]
+    # Names of those that came on several lines.
+    repeated: set[bytes]
+
+
+def split_fields(raw: bytes, wanted: frozenset[bytes]) -> Fields:
+    """Sorts the fields of a head that the parser has found well-formed.
+
+    Fields that Connection names go nowhere, RFC 9110 section 7.6.1.
+    """
+    lines: list[bytes] = []
+    owned: dict[bytes, bytes] = {}
+    repeated: set[bytes] = set()
+    for line in raw[:-4].split(CRLF)[1:]:
+        name, _, value = line.partition(b":")
+        name = name.lower()
+        if name not in wanted:
+            lines.append(line)
+        elif name in owned:
+            owned[name] += b", " + value.strip(BLANKS)
+            repeated.add(name)
+        else:
+            owned[name] = value.strip(BLANKS)
+    if b"connection" in owned:
+        named = list_items(owned[b"connection"])
+        if named - {b"close", b"keep-alive"}:
+            lines = [n for n in lines if n.partition(b":")[0].lower() not in named]
+    return Fields(lines, owned, repeated)
+
+
+def list_items(value: bytes) -> set[bytes]:
+    """The items of a comma-separated field, in lower case."""
+    return {item.strip(BLANKS) for item in value.lower().split(b",")}
+
+
+def keeps_alive(owned: dict[bytes, bytes], modern: bool) -> bool:
+    """Whether a connection stays open after a message, RFC 9112 section 9.3."""
+    if b"connection" not in owned:
+        return modern
+    named = list_items(owned[b"connection"])
+    return b"close" not in named and (modern or b"keep-alive" in named)
 
 
 class RequestHead:
@@ -248,10 +290,7 @@ class RequestHead:
     """
 
     def __init__(self, raw: bytes) -> None:
-        self.headers: Headers = []
-        # The field values of OWNED_REQUEST, by lower-case name.
-        self.owned: dict[bytes, bytes] = {}
-        self.target = self.repeated = self.content_type = b""
+        self.target = b""
         parser = httptools.HttpRequestParser(self)
         try:
             parser.feed_data(raw)
@@ -266,7 +305,14 @@ class RequestHead:
             raise ProxyError(400, "Only HTTP/1.0 and HTTP/1.1 are spoken here")
         if not raw.startswith(b"%s %s HTTP/" % (self.method, self.target)):
             raise ProxyError(400, "Malformed request line")
-        self._framing()
+        self.lines, self.owned, repeated = split_fields(raw, OWNED_REQUEST)
+        if repeated & SINGLE:
+            raise ProxyError(400, f"Repeated: {b', '.join(repeated).decode()}")
+        if len(self.target) > MAX_TARGET_BYTES:
+            raise ProxyError(414, "The request target is too long")
+        if len(self.lines) + len(self.owned) > MAX_HEADERS:
+            raise ProxyError(431, "Too many header fields")
+        self._framing(self.owned)
         if self.target[:1] != b"/":
             self._absolute()
 
@@ -274,58 +320,23 @@ class RequestHead:
         """Called by the parser."""
         self.target += url
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser for each field."""
-        lower = name.lower()
-        if lower in OWNED_REQUEST:
-            self._own(lower, value.rstrip(b" \t"))
-        else:
-            if lower == b"content-type":
-                self.content_type = value
-            self.headers.append((name, value))
-
-    def _own(self, name: bytes, value: bytes) -> None:
-        if name in self.owned:
-            if name not in LIST_FIELDS:
-                self.repeated = name
-            value = self.owned[name] + b", " + value
-        self.owned[name] = value
-
-    def _framing(self) -> None:
+    def _framing(self, owned: dict[bytes, bytes]) -> None:
         """RFC 9112 sections 3.2, 6.1 and 6.3."""
-        owned = self.owned
-        if len(self.headers) + len(owned) > MAX_HEADERS:
-            raise ProxyError(431, "Too many header fields")
-        if len(self.target) > MAX_TARGET_BYTES:
-            raise ProxyError(414, "The request target is too long")
-        if self.repeated:
-            raise ProxyError(400, f"More than one {self.repeated.decode()} field")
         if self.modern and not owned.get(b"host"):
             raise ProxyError(400, "No Host field")
         self.length = 0
-        coding = owned.get(b"transfer-encoding")
-        self.chunked = coding is not None
-        if coding is not None:
+        self.chunked = b"transfer-encoding" in owned
+        if self.chunked:
             if not self.modern or b"content-length" in owned:
                 raise ProxyError(400, "Ambiguous framing")
-            if coding.lower() != b"chunked":
+            if owned[b"transfer-encoding"].lower() != b"chunked":
                 raise ProxyError(501, "Only the chunked transfer coding is supported")
         elif b"content-length" in owned:
             try:
                 self.length = content_length(owned[b"content-length"])
             except ValueError as err:
                 raise ProxyError(400, str(err)) from None
-        named = named_by_connection(owned.get(b"connection"))
-        self.keep_alive = (
-            b"close" not in named if self.modern else b"keep-alive" in named
-        )
-        if named - {b"close", b"keep-alive"}:
-            self.headers = [h for h in self.headers if h[0].lower() not in named]
-
-    def is_json(self) -> bool:
-        """Whether the body is declared to be JSON, RFC 9110 section 8.3.1."""
-        media_type = self.content_type.partition(b";")[0].strip(b" \t").lower()
-        return media_type == b"application/json"
+        self.keep_alive = keeps_alive(owned, self.modern)
 
     def _absolute(self) -> None:
         """Takes the path of an absolute-form target, RFC 9112 section 3.2.2."""
@@ -339,7 +350,7 @@ class RequestHead:
 
 
 class ResponseHead:
-    """An engine's response head.
+    """An engine's response head; not to be changed, because it is shared.
 
     Raises:
         MalformedAnswer: it is not an HTTP/1.x head, or its framing is ambiguous.
@@ -347,40 +358,39 @@ class ResponseHead:
     """
 
     def __init__(self, raw: bytes) -> None:
-        self.headers: Headers = []
-        self.owned: dict[bytes, bytes] = {}
-        self.reason = b""
         parser = httptools.HttpResponseParser(self)
         try:
             parser.feed_data(raw)
         except httptools.HttpParserUpgrade:
-            pass
+            raise MalformedAnswer("it switches protocols") from None
         except httptools.HttpParserError as err:
             raise MalformedAnswer(str(err)) from None
         self.status: int = parser.get_status_code()
-        self.modern = parser.get_http_version() == "1.1"
-        if b"connection" in self.owned:
-            named = named_by_connection(self.owned[b"connection"])
-            self.headers = [h for h in self.headers if h[0].lower() not in named]
+        modern = parser.get_http_version() == "1.1"
+        lines, owned, _ = split_fields(raw, OWNED_RESPONSE)
+        # Whether the engine will take another request on this connection.
+        self.keep_alive = keeps_alive(owned, modern)
+        self.dated = any(line[:5].lower() == b"date:" for line in lines)
+        # Status line and fields for the client, but for those of its connection.
+        start = b"HTTP/1.1" + raw[8 : raw.index(CRLF)]
+        self.relayed = CRLF.join([start, *lines, b""])
+        self._framing(owned)
 
-    def on_status(self, reason: bytes) -> None:
-        """Called by the parser."""
-        self.reason += reason
+    def _framing(self, owned: dict[bytes, bytes]) -> None:
+        """RFC 9112 section 6.3: sets `length`, None if there is none, and `chunked`."""
+        coding = owned.get(b"transfer-encoding")
+        length = owned.get(b"content-length")
+        if coding is not None and (length is not None or coding.lower() != b"chunked"):
+            raise MalformedAnswer("ambiguous framing")
+        self.chunked = coding is not None
+        try:
+            self.length = None if length is None else content_length(length)
+        except ValueError as err:
+            raise MalformedAnswer(str(err)) from None
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser for each field."""
-        lower = name.lower()
-        if lower not in OWNED_RESPONSE:
-            self.headers.append((name, value))
-        elif lower not in self.owned:
-            self.owned[lower] = value
-        elif lower != b"date":
-            self.owned[lower] += b", " + value
 
-    def keeps_alive(self) -> bool:
-        """Whether the engine will take another request on this connection."""
-        named = named_by_connection(self.owned.get(b"connection"))
-        return b"close" not in named and (self.modern or b"keep-alive" in named)
+# Engines send the same head many times within a second, their `Date`'s grain.
+parse_response_head = functools.lru_cache(maxsize=512)(ResponseHead)
 
 
 class Counted:
@@ -525,27 +535,20 @@ class Chunked:
 Framing = Counted | Chunked | UntilClose
 
 
-def response_framing(head: ResponseHead, to_head_request: bool, raw: bool) -> Framing:
+def response_framing(head: ResponseHead, bodiless: bool, raw: bool) -> Framing:
     """RFC 9112 section 6.3: how the body of an answer ends.
 
-    Raises:
-        MalformedAnswer: both framings, or an unknown one.
+    Args:
+        head: the answer's head.
+        bodiless: whether it ends with its head whatever that says.
+        raw: see `Chunked`.
 
     """
-    if to_head_request or head.status in (204, 304):
+    if bodiless or head.status == 204:
         return Counted(0)
-    coding = head.owned.get(b"transfer-encoding")
-    length = head.owned.get(b"content-length")
-    if coding is not None:
-        if length is not None or coding.strip(b" \t").lower() != b"chunked":
-            raise MalformedAnswer("ambiguous framing")
-        return Chunked(raw)
-    if length is None:
-        return UntilClose()
-    try:
-        return Counted(content_length(length.strip(b" \t")))
-    except ValueError as err:
-        raise MalformedAnswer(str(err)) from None
+    if head.length is not None:
+        return Counted(head.length)
+    return Chunked(raw) if head.chunked else UntilClose()
 
 
 def encode_chunk(data: bytes) -> bytes:
@@ -554,11 +557,16 @@ def encode_chunk(data: bytes) -> bytes:
 
 
 def render_head(status: int, fields: Iterable[tuple[str, str]]) -> bytes:
-    """The head of an answer of the proxy's own."""
+    """The head of an answer of the proxy's own, but for its empty line."""
     lines = [f"HTTP/1.1 {status} {REASONS[status][0]}"]
     lines.append(f"Date: {formatdate(usegmt=True)}")
     lines += [f"{name}: {value}" for name, value in fields]
-    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+    return "\r\n".join([*lines, ""]).encode("latin-1")
+
+
+def is_json(content_type: bytes) -> bool:
+    """Whether a Content-Type is JSON's, RFC 9110 section 8.3.1."""
+    return content_type.partition(b";")[0].strip(BLANKS).lower() == b"application/json"
 
 
 def check_path(path: bytes) -> str:
@@ -590,8 +598,8 @@ decode_items = msgspec.json.Decoder(list[Raw]).decode
 decode_any = msgspec.json.Decoder().decode
 encode_json = msgspec.json.Encoder().encode
 
-TRUE, FALSE, NULL, ONE = Raw(b"true"), Raw(b"false"), Raw(b"null"), Raw(b"1")
-BLANKS = b" \t\r\n"
+TRUE, FALSE, NULL = Raw(b"true"), Raw(b"false"), Raw(b"null")
+ONE, EMPTY = Raw(b"1"), Raw(b'""')
 
 
 def split_members(body: bytes) -> Members:
@@ -652,13 +660,18 @@ def split_lone_surrogates(body: bytes) -> Members:
     return found
 
 
+def words(text: str) -> frozenset[str]:
+    """A set of names."""
+    return frozenset(text.split())
+
+
 def is_null(value: Raw | None) -> bool:
     """Whether a member is absent or null."""
-    return value is None or bytes(value) == b"null"
+    return value is None or value == NULL
 
 
 def is_true(value: Raw | None) -> bool:
-    return value is not None and bytes(value) == b"true"
+    return value == TRUE
 
 
 # --- Instances and their connections --------------------------------------------------
@@ -699,7 +712,8 @@ class Script:
     # Whether its legs count as an instance's requests in flight.
     counts = True
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self.steps: Steps | None = None
         self.legs: list[Leg] = []
 
@@ -748,35 +762,45 @@ class Leg:
     Args:
         owner: resumed when the leg is settled and again when it is done.
         instance: where it goes.
-        request: head and body.
+        request: its head.
+        body: its body.
         whole: settle a 200 only with its whole payload; else with the head.
         raw: keep the chunked coding's own bytes (they go to a peer as they are).
 
     """
 
+    head: ResponseHead | None = None
+    framing: Framing | None = None
+    size = 0
+    settled = done = False
+    failure: Failure | None = None
+    # Takes the body as it comes, once the client's answer has begun.
+    sink: Callable[[bytes], None] | None = None
+    connection: "EngineConnection | None" = None
+    connecting: asyncio.Task[None] | None = None
+    deadline = math.inf
+
     def __init__(
         self,
         owner: Script,
         instance: "Instance",
-        request: tuple[bytes, bytes],
+        request: bytes,
+        body: bytes,
         whole: bool,
         raw: bool,
     ) -> None:
         self.owner = owner
         self.instance = instance
         self.request = request
+        self.sent = body
         self.whole = whole
         self.raw = raw
-        self.head: ResponseHead | None = None
-        self.framing: Framing | None = None
         self.pieces: list[bytes] = []
-        self.size = 0
-        self.settled = self.done = False
-        self.failure: Failure | None = None
-        self.sink: Callable[[bytes], None] | None = None
-        self.connection: EngineConnection | None = None
-        self.connecting: asyncio.Task[None] | None = None
-        self.deadline = math.inf
+
+    @property
+    def bodiless(self) -> bool:
+        """Whether the answer has a head only, whatever its fields say."""
+        return self.request.startswith(b"HEAD ") or self.status == 304
 
     @property
     def status(self) -> int:
@@ -831,6 +855,7 @@ class EngineConnection(asyncio.Protocol):
 
     def __init__(self, instance: "Instance") -> None:
         self.instance = instance
+        self.loop = asyncio.get_running_loop()
         self.leg: Leg | None = None
         self.buffer = b""
         self.deadline = 0.0
@@ -840,7 +865,10 @@ class EngineConnection(asyncio.Protocol):
         """Sends a leg's request."""
         self.leg = leg
         leg.connection = self
-        self.transport.writelines(leg.request)
+        if len(leg.sent) < SMALL_BODY_BYTES:
+            self.transport.write(leg.request + leg.sent)
+        else:
+            self.transport.writelines((leg.request, leg.sent))
 
     def abort(self) -> None:
         """Closes at once; the engine takes it as the client's leaving."""
@@ -914,19 +942,15 @@ class EngineConnection(asyncio.Protocol):
                     raise MalformedAnswer("the head is too long")
                 self.buffer = data
                 return b""
-            head, data = ResponseHead(data[:end]), data[end:]
+            head, data = parse_response_head(data[:end]), data[end:]
             if head.status >= 200:
-                break
-            # 1xx: interim, RFC 9110 section 15.2.
-            if head.status == 101:
-                raise MalformedAnswer("it switches protocols")
+                break  # The rest are interim answers, RFC 9110 section 15.2.
         self.buffer = b""
         leg.head = head
         if not leg.whole:
             leg.deadline = math.inf
         raw = leg.raw and not (leg.whole and head.status == 200)
-        to_head_request = leg.request[0].startswith(b"HEAD ")
-        leg.framing = response_framing(head, to_head_request, raw)
+        leg.framing = response_framing(head, leg.bodiless, raw)
         return data
 
     def _complete(self, leg: Leg) -> None:
@@ -935,7 +959,7 @@ class EngineConnection(asyncio.Protocol):
         assert head is not None and framing is not None
         self.leg = leg.connection = None
         leg.finish()
-        if framing.extra or isinstance(framing, UntilClose) or not head.keeps_alive():
+        if framing.extra or isinstance(framing, UntilClose) or not head.keep_alive:
             self.transport.abort()
         else:
             self.used = True
@@ -962,6 +986,14 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+LOCAL_NAMES = ("", "localhost", "0.0.0.0", "::", "[::]", "[::1]", "::1")
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name means "this machine", whichever that is."""
+    return host.lower() in LOCAL_NAMES or host.startswith("127.")
+
+
 class Instance:
     """One engine: its address, its state, its connections."""
 
@@ -970,6 +1002,7 @@ class Instance:
         name = f"[{self.host}]" if ":" in self.host else self.host
         self.address = f"{name}:{self.port}"
         self.authority = self.address.encode("ascii")
+        self.is_local = is_local(self.host)
         self.cycler = cycler
         self.state = State.DOWN
         self.reason: str | None = "not checked yet"
@@ -1002,7 +1035,7 @@ class Instance:
 
     def send(self, leg: Leg, fresh: bool = False) -> None:
         """Sends a leg on an idle connection, or on a new one."""
-        loop = asyncio.get_running_loop()
+        loop = leg.owner.loop
         now = loop.time()
         self.legs.add(leg)
         self.in_flight += leg.owner.counts
@@ -1062,8 +1095,7 @@ class Instance:
 
     def keep(self, connection: EngineConnection) -> None:
         """Takes a connection back for the next leg."""
-        now = asyncio.get_running_loop().time()
-        connection.deadline = now + ENGINE_IDLE_TIMEOUT
+        connection.deadline = connection.loop.time() + ENGINE_IDLE_TIMEOUT
         self.idle[connection] = None
 
     def tick(self, now: float) -> None:
@@ -1141,11 +1173,16 @@ def fetch(
     script: Script, instance: Instance, path: bytes, key: bytes
 ) -> Generator[None, None, Leg]:
     """Gets a small answer from an instance, on a connection of its own."""
-    request = b"GET %s HTTP/1.1\r\nHost: %s\r\n%s\r\n" % (path, instance.authority, key)
-    leg = Leg(script, instance, (request, b""), whole=True, raw=False)
+    fields = b"Authorization: %s\r\n" % key if key else b""
+    request = b"GET %s HTTP/1.1\r\nHost: %s\r\n%s\r\n" % (
+        path,
+        instance.authority,
+        fields,
+    )
+    leg = Leg(script, instance, request, b"", whole=True, raw=False)
     script.legs.append(leg)
     instance.send(leg, fresh=True)
-    leg.deadline = asyncio.get_running_loop().time() + PROBE_TIMEOUT
+    leg.deadline = script.loop.time() + PROBE_TIMEOUT
     while not leg.settled:
         yield
     script.legs.remove(leg)
@@ -1190,14 +1227,13 @@ class Watch(Script):
     counts = False
 
     def __init__(self, instance: Instance, model: str, key: bytes) -> None:
-        super().__init__()
+        super().__init__(asyncio.get_running_loop())
         self.instance = instance
         self.model = model
         self.key = key
         self.timer: asyncio.TimerHandle | None = None
         # Set with the first verdict.
-        self.first: asyncio.Future[ModelCheck]
-        self.first = asyncio.get_running_loop().create_future()
+        self.first: asyncio.Future[ModelCheck] = self.loop.create_future()
         instance.watch = self
         self.run(self._steps())
 
@@ -1206,7 +1242,7 @@ class Watch(Script):
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
-            asyncio.get_running_loop().call_soon(self.resume)
+            self.loop.call_soon(self.resume)
 
     def _steps(self) -> Steps:
         instance = self.instance
@@ -1226,8 +1262,7 @@ class Watch(Script):
                 if not self.first.done():
                     self.first.set_result(check)
             up = instance.state is State.UP
-            loop = asyncio.get_running_loop()
-            self.timer = loop.call_later(
+            self.timer = self.loop.call_later(
                 PROBE_INTERVAL_UP if up else PROBE_INTERVAL_DOWN, self.resume
             )
             yield
@@ -1417,7 +1452,7 @@ class ClientConnection(asyncio.Protocol):
         body = err.body()
         fields = [("Content-Length", str(len(body))), *err.headers]
         fields += [("Content-Type", "application/json"), ("Connection", "close")]
-        head = render_head(err.status, fields)
+        head = render_head(err.status, fields) + CRLF
         without_body = self.head is not None and self.head.method == b"HEAD"
         self.transport.write(head if without_body else head + body)
         self.transport.write_eof()
@@ -1462,19 +1497,21 @@ class ClientConnection(asyncio.Protocol):
 class Exchange(Script):
     """One request and its one answer."""
 
+    # Whether the client has seen a byte of the answer.
+    begun = False
+    # The leg whose answer is being passed on.
+    feeding: Leg | None = None
+    # Header lines that all legs share.
+    fields = b""
+    # What a custom callable waits for while the client is slow.
+    drained: asyncio.Future[None] | None = None
+
     def __init__(self, client: ClientConnection, head: RequestHead, body: bytes):
-        super().__init__()
+        super().__init__(client.service.loop)
         self.client = client
         self.head = head
         self.body = body
         self.keep_alive = head.keep_alive
-        # Whether the client has seen a byte of the answer.
-        self.begun = False
-        # The leg whose answer is being passed on.
-        self.feeding: Leg | None = None
-        self.fields = b""
-        # What a custom callable waits for while the client is slow.
-        self.drained: asyncio.Future[None] | None = None
 
     def begin(self, handler: "Handler") -> None:
         """Has a handler answer: at once, or in steps."""
@@ -1510,19 +1547,21 @@ class Exchange(Script):
             extra,
             len(body),
         )
-        leg = Leg(self, instance, (request, body), whole, raw=head.modern)
+        leg = Leg(self, instance, request, body, whole, head.modern)
         self.legs.append(leg)
         instance.send(leg)
         return leg
 
     def _fields(self) -> bytes:
-        """The header lines that all legs share, the id of this request included."""
-        lines = [b"%s: %s\r\n" % field for field in self.head.headers]
-        key = self.client.service.engine_key
-        if not key and b"authorization" in self.head.owned:
-            key = b"Authorization: %s\r\n" % self.head.owned[b"authorization"]
-        lines += (key, b"X-Request-Id: %s\r\n" % os.urandom(16).hex().encode())
-        self.fields = b"".join(lines)
+        head, owned = self.head, self.head.owned
+        lines = [*head.lines, b"X-Request-Id: %032x" % random.getrandbits(128)]
+        if b"content-type" in owned:
+            lines.append(b"Content-Type: " + owned[b"content-type"])
+        key = self.client.service.engine_key or owned.get(b"authorization")
+        if key:
+            lines.append(b"Authorization: " + key)
+        lines.append(b"")
+        self.fields = CRLF.join(lines)
         return self.fields
 
     # Answering.
@@ -1537,17 +1576,14 @@ class Exchange(Script):
         """Gives an answer of the proxy's own."""
         self.begun = True
         fields = [("Content-Length", str(len(body))), ("Content-Type", content_type)]
-        head = render_head(status, [*fields, *headers, *self._connection_field()])
+        head = render_head(status, [*fields, *headers]) + self._last_fields()
         self.write(head if self.head.method == b"HEAD" else head + body)
 
     def answer_stream(self, content_type: str) -> None:
         """Begins an answer of the proxy's own whose length is not known."""
         self.begun = True
-        self.keep_alive = self.keep_alive and self.head.modern
-        fields = [("Content-Type", content_type), *self._connection_field()]
-        if self.head.modern:
-            fields.append(("Transfer-Encoding", "chunked"))
-        self.write(render_head(200, fields))
+        head = render_head(200, [("Content-Type", content_type)])
+        self.write(head + self._framing_field(None) + self._last_fields())
 
     def write(self, data: bytes) -> None:
         """Bytes to the client."""
@@ -1556,15 +1592,31 @@ class Exchange(Script):
     async def drain(self) -> None:
         """Waits until the client takes more bytes."""
         while not self.client.writable:
-            self.drained = asyncio.get_running_loop().create_future()
+            self.drained = self.loop.create_future()
             await self.drained
 
-    def _connection_field(self) -> list[tuple[str, str]]:
+    def _framing_field(self, length: int | None) -> bytes:
+        """How the body ends; HTTP/1.0 clients know only lengths and closing."""
+        if length is not None:
+            return b"Content-Length: %d\r\n" % length
+        if self.head.modern:
+            return b"Transfer-Encoding: chunked\r\n"
+        self.keep_alive = False
+        return b""
+
+    def _last_fields(self) -> bytes:
+        """The fields of this connection and of this request; the end of the head."""
         if self.client.service.stopping:
             self.keep_alive = False
-        if self.keep_alive is self.head.modern:
-            return []
-        return [("Connection", "keep-alive" if self.keep_alive else "close")]
+        field = b""
+        if self.keep_alive is not self.head.modern:
+            field = b"Connection: %s\r\n" % (
+                b"keep-alive" if self.keep_alive else b"close"
+            )
+        given = self.head.owned.get(b"x-request-id")
+        if given and not given.translate(None, VISIBLE_ASCII):
+            field += b"X-Request-Id: %s\r\n" % given[:MAX_REQUEST_ID_BYTES]
+        return field + CRLF
 
     def relay(self, leg: Leg) -> Steps:
         """Passes a leg's answer on as it comes; ends when it is out.
@@ -1573,11 +1625,11 @@ class Exchange(Script):
             ConnectionError: the engine failed in mid-answer.
 
         """
-        framing, write = leg.framing, self.client.transport.write
-        recode = isinstance(framing, UntilClose) and self.head.modern
+        write = self.client.transport.write
+        recode = self.head.modern and isinstance(leg.framing, UntilClose)
         head, body = self._relayed_head(leg), leg.body()
         self.begun = True
-        write(head + (encode_chunk(body) if recode else body) if body else head)
+        write(head + (encode_chunk(body) if recode else body))
         if not leg.done:
             leg.sink = (lambda data: write(encode_chunk(data))) if recode else write
             self.feeding = leg
@@ -1594,25 +1646,13 @@ class Exchange(Script):
         """The engine's head with the fields of this connection."""
         head = leg.head
         assert head is not None
-        lines = [b"HTTP/1.1 %d %s\r\n" % (head.status, head.reason)]
-        lines += [b"%s: %s\r\n" % field for field in head.headers]
-        # RFC 9110 section 6.6.1: whoever passes an answer on without a date adds it.
-        date = head.owned.get(b"date") or formatdate(usegmt=True).encode()
-        lines.append(b"Date: %s\r\n" % date)
-        if isinstance(leg.framing, Counted):
-            if b"content-length" in head.owned and head.status != 204:
-                lines.append(b"Content-Length: %s\r\n" % head.owned[b"content-length"])
-        elif self.head.modern:
-            lines.append(b"Transfer-Encoding: chunked\r\n")
-        else:
-            self.keep_alive = False
-        for name, value in self._connection_field():
-            lines.append(f"{name}: {value}\r\n".encode())
-        given = self.head.owned.get(b"x-request-id", b"")[:MAX_REQUEST_ID_BYTES]
-        if given and not given.translate(None, VISIBLE_ASCII):
-            lines.append(b"X-Request-Id: %s\r\n" % given)
-        lines.append(CRLF)
-        return b"".join(lines)
+        fields = head.relayed
+        if not head.dated:
+            # RFC 9110 section 6.6.1: whoever passes it on adds the date.
+            fields += b"Date: %s\r\n" % formatdate(usegmt=True).encode()
+        if head.status != 204 and (head.length is not None or not leg.bodiless):
+            fields += self._framing_field(head.length)
+        return fields + self._last_fields()
 
     # What the connection tells.
 
@@ -1664,7 +1704,7 @@ class Service:
         self.stopping = False
         self.empty = self.loop.create_future()
         key = os.environ.get("OPENAI_API_KEY", "")
-        self.engine_key = f"Authorization: Bearer {key}\r\n".encode() if key else b""
+        self.engine_key = f"Bearer {key}".encode() if key else b""
 
     def admit(self, head: RequestHead) -> Handler:
         """Finds who answers a request, before its body is read.
@@ -1678,7 +1718,8 @@ class Service:
         expect = head.owned.get(b"expect")
         if expect is not None and expect.lower() != b"100-continue":
             raise ProxyError(417, "Only 100-continue can be expected")
-        return self.proxy.route(head)
+        media_type = head.owned.get(b"content-type", b"")
+        return self.proxy.route(head.method, head.target, media_type)
 
     def too_large(self) -> ProxyError:
         return ProxyError(413, f"The body is larger than {self.max_body} bytes")
@@ -1741,16 +1782,25 @@ NIXL_PREFILL = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-WILDCARDS = ("", "localhost", "0.0.0.0", "::", "[::]", "[::1]", "::1")
 
 
 class PrefillAnswer(msgspec.Struct):
     kv_transfer_params: Raw = NULL
 
 
-def is_local(host: str) -> bool:
-    """Whether a host name means "this machine", whichever that is."""
-    return host.lower() in WILDCARDS or host.startswith("127.")
+class HandOver(msgspec.Struct):
+    """The members of a hand-over that decide whether it can be used."""
+
+    do_remote_prefill: Raw = NULL
+    remote_block_ids: Raw = NULL
+    remote_engine_id: Raw = NULL
+    remote_request_id: Raw = NULL
+    remote_host: Raw = NULL
+    remote_port: Raw = NULL
+
+
+decode_prefill_answer = msgspec.json.Decoder(PrefillAnswer).decode
+decode_hand_over = msgspec.json.Decoder(HandOver).decode
 
 
 def bad_hand_over(instance: Instance, what: str) -> ProxyError:
@@ -1776,31 +1826,29 @@ class AutoConnector:
 
         """
         try:
-            params = msgspec.json.decode(answer, type=PrefillAnswer).kv_transfer_params
+            params = decode_prefill_answer(answer).kv_transfer_params
+            if params == NULL:
+                return None
+            hand_over = decode_hand_over(params)
         except (msgspec.DecodeError, RecursionError):
-            raise bad_hand_over(prefill, "what is not a JSON object") from None
-        if is_null(params):
+            raise bad_hand_over(prefill, "no hand-over in a JSON object") from None
+        if hand_over.do_remote_prefill != TRUE:
             return None
-        try:
-            fields = decode_members(params)
-        except (msgspec.DecodeError, RecursionError):
-            raise bad_hand_over(prefill, "a malformed hand-over") from None
-        if not is_true(fields.get("do_remote_prefill")):
-            return None
-        return self._checked(prefill, params, fields)
+        return self._checked(prefill, params, hand_over)
 
-    def _checked(self, prefill: Instance, params: Raw, fields: Members) -> Raw:
-        blocks = bytes(fields.get("remote_block_ids", NULL))
+    def _checked(self, prefill: Instance, params: Raw, found: HandOver) -> Raw:
+        blocks = bytes(found.remote_block_ids)
         if blocks[:1] != b"[" or not blocks.strip(b"[], \t\r\n"):
             raise bad_hand_over(prefill, "a hand-over without block ids")
         for name in ("remote_engine_id", "remote_request_id", "remote_port"):
-            if bytes(fields.get(name, NULL)) in (b"null", b'""'):
+            if getattr(found, name) in (NULL, EMPTY):
                 raise bad_hand_over(prefill, f"a hand-over without {name}")
-        host = decode_any(fields.get("remote_host", NULL)) or ""
+        host = decode_any(found.remote_host) or ""
         if not isinstance(host, str):
             raise bad_hand_over(prefill, "a hand-over with a malformed remote_host")
-        if not is_local(host) or (host and is_local(prefill.host)):
+        if not is_local(host) or (host and prefill.is_local):
             return params
+        fields = decode_members(params)
         fields["remote_host"] = Raw(encode_json(prefill.host))
         return Raw(encode_json(fields))
 
@@ -1812,25 +1860,31 @@ CONNECTORS = {"auto": AutoConnector}
 # Removed from the P leg: what a one-token answer cannot have, or would reject.
 # The rest may shape the prompt, which has to be the same on both legs.
 NOT_FOR_PREFILL = words(
-    "best_of echo logprobs min_completion_tokens min_tokens prompt_logprobs stop",
-    "stop_token_ids stream_options top_logprobs",
+    "best_of echo logprobs min_completion_tokens min_tokens prompt_logprobs stop "
+    "stop_token_ids stream_options top_logprobs"
 )
-# Contract
-ENGINE_CONTROL = frozenset(
-    """
-    /abort_requests /collective_rpc /fault_tolerance/apply /fault_tolerance/status
-    /finish_weight_update /inference/v1/abort_requests
-    /init_weight_transfer_engine /is_scaling_elastic_ep /pause
-    /release_kv_cache_memory /reset_encoder_cache /reset_mm_cache
-    /reset_prefix_cache /resume /scale_elastic_ep /sleep /start_profile
-    /start_weight_update /stop_profile /update_weights /v1/load_lora_adapter
-    /v1/unload_lora_adapter /wake_up /weight_checker
-    """.split()
+ONE_FOR_PREFILL = words("max_completion_tokens n")
+ADJUSTED_FOR_PREFILL = NOT_FOR_PREFILL | ONE_FOR_PREFILL
+# What has to be looked at to tell whether one hand-over can serve a request.
+MAY_BYPASS = words("best_of echo n prompt_logprobs use_beam_search")
+# vLLM 0.33.0's routes that change an engine rather than use it.
+ENGINE_CONTROL = words(
+    "/abort_requests /collective_rpc /fault_tolerance/apply /fault_tolerance/status "
+    "/finish_weight_update /inference/v1/abort_requests /init_weight_transfer_engine "
+    "/is_scaling_elastic_ep /pause /release_kv_cache_memory /reset_encoder_cache "
+    "/reset_mm_cache /reset_prefix_cache /resume /scale_elastic_ep /sleep "
+    "/start_profile /start_weight_update /stop_profile /update_weights "
+    "/v1/load_lora_adapter /v1/unload_lora_adapter /wake_up /weight_checker"
 )
 
 
 def bypass_reason(members: Members) -> str | None:
     """Why one hand-over cannot serve a request, or None when it can."""
+    prompt = members.get("prompt")
+    if prompt is not None and is_prompt_list(prompt):
+        return "prompt_list"
+    if MAY_BYPASS.isdisjoint(members):
+        return None
     for name in ("n", "best_of"):
         if name in members and bytes(members[name]) not in (b"1", b"null"):
             return name
@@ -1840,31 +1894,29 @@ def bypass_reason(members: Members) -> str | None:
         return "prompt_logprobs"
     if is_true(members.get("echo")) and not is_null(members.get("logprobs")):
         return "echo_logprobs"
-    prompt = members.get("prompt")
-    if prompt is not None and is_prompt_list(bytes(prompt)):
-        return "prompt_list"
     return None
 
 
-def is_prompt_list(prompt: bytes) -> bool:
+def is_prompt_list(prompt: Raw) -> bool:
     """Whether a completions prompt is several prompts.
 
     A list of numbers is one prompt in tokens; it may have millions of them, so
     only its first item is looked at.
     """
-    if prompt[:1] != b"[":
+    start = bytes(memoryview(prompt)[:64])
+    if start[:1] != b"[":
         return False
-    first = prompt[1:64].lstrip(BLANKS)[:1]
+    first = start[1:].lstrip(b" \t\r\n")[:1]
     return first not in b"-0123456789" and len(decode_items(prompt)) != 1
 
 
 def prefill_body(members: Members, params: Raw | None) -> bytes:
     """The body of the P leg: the same prompt, one token, no stream."""
-    leg = {n: v for n, v in members.items() if n not in NOT_FOR_PREFILL}
-    leg["stream"] = FALSE
-    leg["max_tokens"] = ONE
-    for name in ("max_completion_tokens", "n"):
-        if name in leg:
+    leg = {**members, "stream": FALSE, "max_tokens": ONE}
+    if not ADJUSTED_FOR_PREFILL.isdisjoint(members):
+        for name in NOT_FOR_PREFILL & leg.keys():
+            del leg[name]
+        for name in ONE_FOR_PREFILL & leg.keys():
             leg[name] = ONE
     if params is not None:
         leg["kv_transfer_params"] = params
@@ -1909,10 +1961,11 @@ class Request:
 
     def __init__(self, exchange: Exchange) -> None:
         self.body = exchange.body
-        fields = [*exchange.head.headers, *exchange.head.owned.items()]
+        owned = [b"%s:%s" % field for field in exchange.head.owned.items()]
+        lines = [line.decode("latin-1") for line in (*exchange.head.lines, *owned)]
         self.headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in fields
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
         }
 
     async def json(self) -> Any:
@@ -1967,6 +2020,8 @@ class Proxy:
         self.connector = CONNECTORS[connector]()
         self.allow_engine_control = allow_engine_control
         self.pairs = 0
+        # Clients ask for the same few routes again and again.
+        self.route = functools.lru_cache(maxsize=256)(self.find_route)
         # POST routes whose JSON body is checked before it is read.
         self.generate: dict[str, Handler] = {
             "/v1/completions": custom_handler(custom_create_completion)
@@ -1981,24 +2036,25 @@ class Proxy:
             **{path: {b"POST": handler} for path, handler in self.generate.items()},
         }
 
-    def route(self, head: RequestHead) -> Handler:
+    def find_route(self, method: bytes, target: bytes, media_type: bytes) -> Handler:
         """Finds the handler of a request.
 
         Raises:
             ProxyError: 400, 403, 405 or 415.
 
         """
-        path = check_path(head.target)
+        path = check_path(target)
         methods = self.routes.get(path)
         if methods is None:
             if path.rstrip("/") in ENGINE_CONTROL and not self.allow_engine_control:
                 raise ProxyError(403, "Engine control is not open to clients")
             return self.one_leg
-        method = b"GET" if head.method == b"HEAD" else head.method
+        if method == b"HEAD":
+            method = b"GET"
         if method not in methods:
             allow = ", ".join(name.decode() for name in methods)
             raise ProxyError(405, "Method Not Allowed", ("Allow", allow))
-        if path in self.generate and not head.is_json():
+        if path in self.generate and not is_json(media_type):
             raise ProxyError(415, "Only 'application/json' is allowed")
         return methods[method]
 
@@ -2006,13 +2062,14 @@ class Proxy:
 
     def pick(self, cycler: InstanceCycler, avoid: list[Instance]) -> Instance | None:
         """The policy's choice among the instances that are up and not in `avoid`."""
-        for _ in range(max(1, len(cycler.up))):
-            try:
+        try:
+            choice = self.scheduling_policy.schedule(cycler)
+            for _ in cycler.up:
+                if choice not in avoid:
+                    return choice
                 choice = self.scheduling_policy.schedule(cycler)
-            except StopIteration:
-                return None
-            if choice not in avoid:
-                return choice
+        except StopIteration:
+            return None
         return next((i for i in cycler.up if i not in avoid), None)
 
     def pair_off(self) -> None:
@@ -2245,15 +2302,19 @@ def forwarded_body(x: Exchange) -> bytes:
             read parameters in it that were not seen here.
 
     """
-    if not x.body or x.body[:2] == b"--" and b"multipart/" in x.head.content_type:
+    if not x.body or x.body[:2] == b"--" and is_multipart(x.head):
         return x.body
-    if x.body.lstrip(BLANKS)[:1] != b"{":
+    if x.body.lstrip(b" \t\r\n")[:1] != b"{":
         decode_or_refuse(x.body)
         return x.body
     members = split_members(x.body)
     if not members.keys() & {"kv_transfer_params", "ec_transfer_params"}:
         return x.body
     return encode_json(x.members())
+
+
+def is_multipart(head: RequestHead) -> bool:
+    return head.owned.get(b"content-type", b"").lower().startswith(b"multipart/")
 
 
 def decode_or_refuse(body: bytes) -> None:
@@ -2277,7 +2338,7 @@ def custom_handler(custom: Custom | None) -> Handler | None:
         await stream(x, answer)
 
     def handle(x: Exchange) -> Steps:
-        task = asyncio.get_running_loop().create_task(run(x))
+        task = x.loop.create_task(run(x))
         task.add_done_callback(lambda _: x.resume())
         try:
             while not task.done():
