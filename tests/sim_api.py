@@ -138,7 +138,8 @@ def text_prompt(text: str, shape: bytes) -> Prompt:
 
 # --- Request bodies -------------------------------------------------------------------
 
-# Members that change what a model is shown, besides the prompt or messages.
+# Members that change what a model is shown, besides the prompt or messages; the last
+# ones of `Body`, in its order.
 SHAPING = (
     "tools",
     "tool_choice",
@@ -205,8 +206,8 @@ class Body(msgspec.Struct):
 
     def shape(self, base_model: str) -> bytes:
         """What belongs to the prompt besides its bytes; usually nothing."""
-        found = {name: getattr(self, name) for name in SHAPING}
-        found = {name: value for name, value in found.items() if value is not None}
+        values = msgspec.structs.astuple(self)[-len(SHAPING) :]
+        found = {k: v for k, v in zip(SHAPING, values, strict=True) if v is not None}
         if self.model not in (None, base_model):
             found["model"] = self.model
         return canonical(found) if found else b""
@@ -740,24 +741,36 @@ class Responses(Api):
             "usage": renamed_usage(answer) if output else None,
         }
 
-    def complete(self, answer: Answer) -> JSON:
-        text = answer.sequences[0].whole_text()
-        message = {
+    def message(self, answer: Answer, status: str, content: list[JSON]) -> JSON:
+        return {
             "id": f"msg_{answer.id}",
             "type": "message",
             "role": "assistant",
-            "status": "completed",
-            "content": [{"type": "output_text", "text": text, "annotations": []}],
+            "status": status,
+            "content": content,
         }
+
+    def text_part(self, text: str) -> JSON:
+        return {"type": "output_text", "text": text, "annotations": []}
+
+    def complete(self, answer: Answer) -> JSON:
+        part = self.text_part(answer.sequences[0].whole_text())
+        message = self.message(answer, "completed", [part])
         return self.envelope(answer, "completed", [message])
+
+    def place(self, answer: Answer) -> JSON:
+        return {"item_id": f"msg_{answer.id}", "output_index": 0, "content_index": 0}
 
     def opening(self, answer: Answer) -> bytes:
         started = self.envelope(answer, "in_progress", [])
-        return named_event("response.created", response=started)
+        item, part = self.message(answer, "in_progress", []), self.text_part("")
+        place = self.place(answer)
+        events = named_event("response.created", response=started)
+        events += named_event("response.output_item.added", output_index=0, item=item)
+        return events + named_event("response.content_part.added", **place, part=part)
 
     def token(self, answer: Answer, sequence: Sequence, i: int) -> bytes:
-        place = {"item_id": f"msg_{answer.id}", "output_index": 0, "content_index": 0}
-        delta = sequence.text(i)
+        place, delta = self.place(answer), sequence.text(i)
         return named_event("response.output_text.delta", **place, delta=delta)
 
     def closing(self, answer: Answer) -> bytes:

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -832,7 +833,8 @@ async def control(engine: Engine, exchange: Exchange) -> None:
     except (msgspec.MsgspecError, LookupError) as error:
         status, answer = 400, {"error": repr(error)}
     if not exchange.connection.closed:
-        exchange.answer(status, encode(answer))
+        # Not by msgspec, which has no escape for bytes that are no UTF-8.
+        exchange.answer(status, json.dumps(answer).encode())
 
 
 async def show_stats(engines: list[Engine], body: Any) -> tuple[int, Any]:
@@ -890,7 +892,8 @@ async def reset(engines: list[Engine], body: Any) -> tuple[int, Any]:
 
 async def take(engines: list[Engine], body: Any) -> tuple[int, Any]:
     """A D of another process claims KV."""
-    return 200, engines[0].take(msgspec.convert(body, Claim))
+    verdict = engines[0].take(msgspec.convert(body, Claim))
+    return 200, msgspec.structs.asdict(verdict)
 
 
 Action = Callable[[list[Engine], Any], Coroutine[Any, Any, tuple[int, Any]]]
