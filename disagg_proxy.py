@@ -82,6 +82,8 @@ logger = logging.getLogger("disagg_proxy")
 
 # Bytes of a request or response head: room for long tokens and MoRIIO's ids.
 MAX_HEAD_BYTES = 64 * 1024
+# Bytes of a head that is worth remembering.
+MAX_KNOWN_HEAD_BYTES = 4096
 # Header fields of a head: vLLM's own limit.
 MAX_HEADERS = 256
 # Bytes of a request target: no vLLM route needs a hundredth of it.
@@ -282,7 +284,7 @@ def keeps_alive(owned: dict[bytes, bytes], modern: bool) -> bool:
 
 
 class RequestHead:
-    """A client's request head, checked.
+    """A client's request head but for its Content-Length; shared, not to be changed.
 
     Raises:
         ProxyError: it breaks RFC 9112 or a limit; the connection has to close.
@@ -305,13 +307,17 @@ class RequestHead:
             raise ProxyError(400, "Only HTTP/1.0 and HTTP/1.1 are spoken here")
         if not raw.startswith(b"%s %s HTTP/" % (self.method, self.target)):
             raise ProxyError(400, "Malformed request line")
-        self.lines, self.owned, repeated = split_fields(raw, OWNED_REQUEST)
+        lines, self.owned, repeated = split_fields(raw, OWNED_REQUEST)
         if repeated & SINGLE:
             raise ProxyError(400, f"Repeated: {b', '.join(repeated).decode()}")
         if len(self.target) > MAX_TARGET_BYTES:
             raise ProxyError(414, "The request target is too long")
-        if len(self.lines) + len(self.owned) > MAX_HEADERS:
+        if len(lines) + len(self.owned) > MAX_HEADERS:
             raise ProxyError(431, "Too many header fields")
+        if b"content-type" in self.owned:
+            lines.append(b"Content-Type: " + self.owned[b"content-type"])
+        # The lines that every leg gets.
+        self.forwarded = CRLF.join([*lines, b""])
         self._framing(self.owned)
         if self.target[:1] != b"/":
             self._absolute()
@@ -324,18 +330,11 @@ class RequestHead:
         """RFC 9112 sections 3.2, 6.1 and 6.3."""
         if self.modern and not owned.get(b"host"):
             raise ProxyError(400, "No Host field")
-        self.length = 0
         self.chunked = b"transfer-encoding" in owned
-        if self.chunked:
-            if not self.modern or b"content-length" in owned:
-                raise ProxyError(400, "Ambiguous framing")
-            if owned[b"transfer-encoding"].lower() != b"chunked":
-                raise ProxyError(501, "Only the chunked transfer coding is supported")
-        elif b"content-length" in owned:
-            try:
-                self.length = content_length(owned[b"content-length"])
-            except ValueError as err:
-                raise ProxyError(400, str(err)) from None
+        if b"content-length" in owned or (self.chunked and not self.modern):
+            raise ProxyError(400, "Ambiguous framing")
+        if self.chunked and owned[b"transfer-encoding"].lower() != b"chunked":
+            raise ProxyError(501, "Only the chunked transfer coding is supported")
         self.keep_alive = keeps_alive(owned, self.modern)
 
     def _absolute(self) -> None:
@@ -349,8 +348,33 @@ class RequestHead:
         self.target = slash + path or b"/"
 
 
+# Clients repeat their heads but for the length of the body.
+known_request_head = functools.lru_cache(maxsize=512)(RequestHead)
+
+
+def read_request_head(raw: bytes) -> tuple[RequestHead, int]:
+    """A request's head, and the length of its body; 0 if it is chunked.
+
+    Raises:
+        ProxyError: see `RequestHead`.
+
+    """
+    start, length = raw.lower().find(b"\r\ncontent-length:"), b"0"
+    if start >= 0:
+        stop = raw.index(CRLF, start + 2)
+        raw, length = raw[:start] + raw[stop:], raw[start + 17 : stop].strip(BLANKS)
+    known = len(raw) <= MAX_KNOWN_HEAD_BYTES
+    head = known_request_head(raw) if known else RequestHead(raw)
+    if start >= 0 and head.chunked:
+        raise ProxyError(400, "Ambiguous framing")
+    try:
+        return head, content_length(length)
+    except ValueError as err:
+        raise ProxyError(400, str(err)) from None
+
+
 class ResponseHead:
-    """An engine's response head; not to be changed, because it is shared.
+    """An engine's response head; shared, not to be changed.
 
     Raises:
         MalformedAnswer: it is not an HTTP/1.x head, or its framing is ambiguous.
@@ -1361,13 +1385,12 @@ class ClientConnection(asyncio.Protocol):
             if end < 4 or end > MAX_HEAD_BYTES:
                 self._incomplete(data)
                 return
-            head = RequestHead(data[:end])
-            self.handler = self.service.admit(head)
+            head, length = read_request_head(data[:end])
+            self.handler = self.service.admit(head, length)
         except ProxyError as err:
             self.refuse(err)
             return
         self.head = head
-        length = head.length
         if not head.chunked and len(data) - end == length:
             self._start(head, data[end:] if length else b"")
             return
@@ -1553,15 +1576,12 @@ class Exchange(Script):
         return leg
 
     def _fields(self) -> bytes:
-        head, owned = self.head, self.head.owned
-        lines = [*head.lines, b"X-Request-Id: %032x" % random.getrandbits(128)]
-        if b"content-type" in owned:
-            lines.append(b"Content-Type: " + owned[b"content-type"])
-        key = self.client.service.engine_key or owned.get(b"authorization")
-        if key:
-            lines.append(b"Authorization: " + key)
-        lines.append(b"")
-        self.fields = CRLF.join(lines)
+        key = self.client.service.engine_key or self.head.owned.get(b"authorization")
+        self.fields = b"%s%sX-Request-Id: %032x\r\n" % (
+            self.head.forwarded,
+            b"Authorization: %s\r\n" % key if key else b"",
+            random.getrandbits(128),
+        )
         return self.fields
 
     # Answering.
@@ -1706,14 +1726,14 @@ class Service:
         key = os.environ.get("OPENAI_API_KEY", "")
         self.engine_key = f"Bearer {key}".encode() if key else b""
 
-    def admit(self, head: RequestHead) -> Handler:
+    def admit(self, head: RequestHead, length: int) -> Handler:
         """Finds who answers a request, before its body is read.
 
         Raises:
             ProxyError: it is refused.
 
         """
-        if head.length > self.max_body:
+        if length > self.max_body:
             raise self.too_large()
         expect = head.owned.get(b"expect")
         if expect is not None and expect.lower() != b"100-continue":
@@ -1961,8 +1981,10 @@ class Request:
 
     def __init__(self, exchange: Exchange) -> None:
         self.body = exchange.body
-        owned = [b"%s:%s" % field for field in exchange.head.owned.items()]
-        lines = [line.decode("latin-1") for line in (*exchange.head.lines, *owned)]
+        head = exchange.head
+        owned = b"\r\n".join(b"%s:%s" % field for field in head.owned.items())
+        lines = (head.forwarded + owned).decode("latin-1").split("\r\n")
+        # Lower-case names.
         self.headers = {
             name.lower(): value.strip()
             for name, _, value in (line.partition(":") for line in lines)

@@ -402,9 +402,12 @@ class ScriptedEngine:
     ) -> None:
         self.host = host
         self.role = role
-        self.health = 200
+        # The status of GET /health, or a gate before it is answered.
+        self.health: int | Gate = 200
         self.models = [MODEL]
         self.api_key: str | None = None
+        # Seconds after which an idle connection is closed; vLLM's default is 5.
+        self.idle_close: float | None = None
         self.requests: list[EngineRequest] = []
         self.probes: list[EngineRequest] = []
         self.accepted = 0
@@ -443,9 +446,12 @@ class ScriptedEngine:
         except queue.Empty:
             raise AssertionError(f"no request came to {self}") from None
 
-    def open_connections(self) -> int:
-        """Number of connections the peer has not closed."""
-        return len(self._connections)
+    def wait_connections(self, count: int) -> None:
+        """Returns once exactly `count` connections are open."""
+        poll(
+            lambda: len(self._connections) == count,
+            f"{self} has {count} connections",
+        )
 
     def listen(self) -> None:
         """Starts to accept connections (again)."""
@@ -474,17 +480,23 @@ class ScriptedEngine:
             self._fillers.append(filler)
 
     def drop_connections(self, close: Close = Close.FIN) -> None:
-        """Closes every connection, idle or not; goes on accepting."""
+        """Closes every connection, idle or not; goes on accepting.
+
+        Returns when the kernel has sent what closes them.
+        """
+        dropped = list(self._connections)
 
         def drop() -> None:
-            for each in list(self._connections):
+            for each in dropped:
                 each.end(close)
 
         _run(drop)
+        poll(lambda: self._connections.isdisjoint(dropped), "connections are closed")
 
     def forget(self) -> None:
         """Back to the defaults, with empty records."""
         self.health, self.models, self.api_key = 200, [MODEL], None
+        self.idle_close = None
         self.default = self._default
         self._scripts.clear()
         self.requests.clear()
@@ -517,7 +529,7 @@ class ScriptedEngine:
         if not self._admits(request):
             return _Script([http_response(401, b'{"error":"Unauthorized"}')])
         if request.is_probe:
-            return _Script([self._probe_answer(request)])
+            return _Script(self._probe_answer(request))
         return self._scripts.pop(0) if self._scripts else _Script(self.default)
 
     def record(self, request: EngineRequest) -> None:
@@ -534,11 +546,13 @@ class ScriptedEngine:
             return True
         return request.header("authorization") == f"Bearer {self.api_key}"
 
-    def _probe_answer(self, request: EngineRequest) -> bytes:
+    def _probe_answer(self, request: EngineRequest) -> list[Step]:
         if request.target == "/health":
-            return http_response(self.health)
+            if isinstance(self.health, Gate):
+                return [self.health, http_response(200)]
+            return [http_response(self.health)]
         models = [{"id": each, "object": "model"} for each in self.models]
-        return http_response(200, {"object": "list", "data": models})
+        return [http_response(200, {"object": "list", "data": models})]
 
     @staticmethod
     def _as_answer(steps: Sequence[Any]) -> Answer:
@@ -675,7 +689,12 @@ class _EngineConnection(asyncio.Protocol):
                 return happened
 
     async def _read_head(self) -> EngineRequest:
+        idle: asyncio.TimerHandle | None = None
+        if self.engine.idle_close:
+            idle = _loop().call_later(self.engine.idle_close, self.end, Close.FIN)
         head = await self._next_event()
+        if idle:
+            idle.cancel()
         assert isinstance(head, h11.Request), head
         line = b"%b %b HTTP/%b" % (head.method, head.target, head.http_version)
         headers = list(head.headers.raw_items())
@@ -1095,10 +1114,26 @@ class ProxyProcess:
         return sum(target.startswith("socket:") for target in targets())
 
     def resident_bytes(self) -> int:
-        """Resident memory (VmRSS)."""
+        """Resident memory now (VmRSS)."""
+        return self._memory("VmRSS:")
+
+    def peak_resident_bytes(self) -> int:
+        """The most resident memory so far (VmHWM)."""
+        return self._memory("VmHWM:")
+
+    def _memory(self, field: str) -> int:
         status = Path(f"/proc/{self.pid}/status").read_text()
-        line = next(each for each in status.splitlines() if each.startswith("VmRSS:"))
+        line = next(each for each in status.splitlines() if each.startswith(field))
         return int(line.split()[1]) * 1024
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The process does not run within; the kernel goes on for it."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal."""
@@ -1229,8 +1264,14 @@ class Cluster:
         return given
 
 
-def gather(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """Runs blocking calls side by side, each in a thread; results in order."""
+def gather(calls: Iterable[Callable[[], T]], limit: float = HANG_GUARD) -> list[T]:
+    """Runs blocking calls side by side, each in a thread; results in order.
+
+    Args:
+        calls: what to run.
+        limit: seconds until a call counts as hung.
+
+    """
     results: dict[int, T] = {}
     failures: list[BaseException] = []
 
@@ -1247,7 +1288,7 @@ def gather(calls: Iterable[Callable[[], T]]) -> list[T]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(HANG_GUARD)
+        thread.join(limit)
     if failures:
         raise failures[0]
     return [results[index] for index in range(len(threads))]

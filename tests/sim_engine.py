@@ -653,10 +653,18 @@ class Engine:
     # KV and figures.
 
     def take(self, claim: Claim) -> Verdict:
+        """Serves a claim of a D at once."""
+        return self.kv.take(claim) if self.is_meant(claim) else UNREACHABLE
+
+    async def fetch(self, claim: Claim) -> Verdict:
+        """Serves a claim of a D, when its KV is there if the claim waits for it."""
+        if claim.wait and self.is_meant(claim):
+            await self.kv.until_pinned(claim.id)
+        return self.take(claim)
+
+    def is_meant(self, claim: Claim) -> bool:
         ids = [self.rank_id(rank) for rank in range(self.dp_size)]
-        if self.died is not None or claim.engine_id not in ids:
-            return UNREACHABLE
-        return self.kv.take(claim)
+        return self.died is None and claim.engine_id in (None, *ids)
 
     def cache_usage(self) -> float:
         """The share of the KV cache that requests and hand-overs hold."""
@@ -892,7 +900,7 @@ async def reset(engines: list[Engine], body: Any) -> tuple[int, Any]:
 
 async def take(engines: list[Engine], body: Any) -> tuple[int, Any]:
     """A D of another process claims KV."""
-    verdict = engines[0].take(msgspec.convert(body, Claim))
+    verdict = await engines[0].fetch(msgspec.convert(body, Claim))
     return 200, msgspec.structs.asdict(verdict)
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from sim_api import JSON, Prompt, Sequence
 
 if TYPE_CHECKING:
-    from sim_engine import Engine, Generation
+    from sim_engine import Engine, Generation, Simulation
 
 BLOCK_TOKENS = 16
 CACHE_BLOCKS = 1 << 20
@@ -34,12 +35,24 @@ Loading = Coroutine[Any, Any, None]
 
 
 class Claim(msgspec.Struct):
-    """What a D says when it fetches (or, with `drop`, only frees) KV of a P."""
+    """What a D says when it fetches KV of a P.
+
+    Attributes:
+        id: names the KV; each connector has its own way.
+        engine_id: who the P should be, if the connector checks that.
+        blocks: the block ids, if the connector transports them.
+        about: what the D believes of both sides, as the P pinned it.
+        drop: only frees the KV.
+        wait: the KV need not be there yet.
+
+    """
 
     id: str
-    engine_id: str
+    engine_id: str | None = None
     blocks: Any = None
+    about: JSON = {}
     drop: bool = False
+    wait: bool = False
 
 
 class Verdict(msgspec.Struct):
@@ -58,6 +71,7 @@ class Pinned(NamedTuple):
 
     prompt: int
     blocks: list[list[int]]
+    about: JSON
     timer: asyncio.TimerHandle
 
 
@@ -71,6 +85,7 @@ class KvStore:
         self.pinned: dict[str, Pinned] = {}
         # Why a hand-over is no more; the oldest are forgotten first.
         self.gone: dict[str, str] = {}
+        self.waiters: dict[str, list[asyncio.Future[None]]] = {}
         self.counts: dict[str, int] = {}
         self.clear()
 
@@ -80,14 +95,17 @@ class KvStore:
         self.pinned.clear()
         self.counts = {"made": 0, "used": 0, "released": 0, "expired": 0}
 
-    def pin(self, id: str, prompt: Prompt) -> list[list[int]]:
+    def pin(self, id: str, prompt: Prompt, **about: Any) -> list[list[int]]:
         """Pins a prompt's blocks for the lease and returns their ids."""
         count = -(-prompt.tokens // BLOCK_TOKENS)
         blocks = [list(range(self.next_block, self.next_block + count))]
         self.next_block = (self.next_block + count) % CACHE_BLOCKS + 1
         timer = self.loop.call_later(self.lease, self.unpin, id, "expired")
-        self.pinned[id] = Pinned(prompt.key, blocks, timer)
+        self.pinned[id] = Pinned(prompt.key, blocks, about, timer)
         self.counts["made"] += 1
+        for waiter in self.waiters.pop(id, []):
+            if not waiter.done():
+                waiter.set_result(None)
         return blocks
 
     def unpin(self, id: str, why: str) -> Pinned | None:
@@ -106,40 +124,56 @@ class KvStore:
         pinned = self.unpin(claim.id, "released" if claim.drop else "used")
         if pinned is None:
             return Verdict(self.gone.get(claim.id, "unknown"))
-        if claim.blocks != pinned.blocks:
+        if claim.blocks not in (None, pinned.blocks):
             return Verdict("altered")
+        if not claim.drop and claim.about != pinned.about:
+            return Verdict("wrong_peer")
         return Verdict("ok", pinned.prompt)
+
+    async def until_pinned(self, id: str) -> None:
+        """Returns once KV is pinned under an id; there is no limit."""
+        if id not in self.pinned:
+            waiter = self.loop.create_future()
+            self.waiters.setdefault(id, []).append(waiter)
+            await waiter
 
 
 # --- Claims across processes ----------------------------------------------------------
 
 
-async def call(host: str, port: int, path: str, body: Any) -> Any:
-    """Posts JSON to an engine of another process and returns its JSON answer.
+async def call(host: str, port: int, method: str, path: str, body: Any = None) -> Any:
+    """One JSON request to an engine of another process.
 
     Raises:
-        OSError: not reachable, no engine, or silent for `HANDSHAKE_TIMEOUT`.
+        OSError: not reachable within `HANDSHAKE_TIMEOUT`, no engine, or gone.
 
     """
     content = msgspec.json.encode(body)
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
     head += f"Content-Length: {len(content)}\r\n\r\n"
     async with asyncio.timeout(HANDSHAKE_TIMEOUT):
         reader, writer = await asyncio.open_connection(host, port)
+    try:
         writer.write(head.encode() + content)
         answer = await reader.read()
-        writer.close()
-    try:
         return msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])
     except msgspec.DecodeError:
         raise ConnectionError("that is no engine") from None
+    finally:
+        writer.close()
 
 
-async def take_remotely(host: str, port: int, claim: Claim) -> Verdict:
-    """Lets the P at an address in another process serve a claim."""
+async def fetch(sim: Simulation, host: Any, port: Any, claim: Claim) -> Verdict:
+    """Lets the P at an address serve a claim, in whatever process it is."""
+    peer = sim.peer(host, port)
+    if peer is not None:
+        return await peer.fetch(claim)
+    if not isinstance(host, str) or not isinstance(port, int):
+        return UNREACHABLE
     try:
-        return msgspec.convert(await call(host, port, "/sim/take", claim), Verdict)
-    except (OSError, msgspec.ValidationError):
+        answer = await call(host, port, "POST", "/sim/take", claim)
+        return msgspec.convert(answer, Verdict)
+    except (OSError, OverflowError, msgspec.ValidationError):
         return UNREACHABLE
 
 
@@ -174,6 +208,13 @@ async def wait_for_ever() -> None:
     await asyncio.get_running_loop().create_future()
 
 
+async def fetch_all(generation: Generation, host: Any, port: Any, claim: Claim) -> None:
+    """Makes the same claim for every sequence, as the connectors do."""
+    for sequence in generation.sequences:
+        verdict = await fetch(generation.engine.sim, host, port, claim)
+        generation.judge(sequence, verdict)
+
+
 class NixlPull(Connector):
     """D reads from P by P's request id and block ids (contract of NixlConnector)."""
 
@@ -189,23 +230,18 @@ class NixlPull(Connector):
         if missing:
             generation.fatal_to_leave = f"KeyError: {missing[0]!r}"
             return wait_for_ever()
-        peer = generation.engine.sim.peer(params["remote_host"], params["remote_port"])
+        address = params["remote_host"], params["remote_port"]
+        peer = generation.engine.sim.peer(*address)
         if peer is None:
-            return self.load_remotely(generation)
+            return fetch_all(generation, *address, self.claim(params))
         for sequence in generation.sequences:
             generation.judge(sequence, peer.take(self.claim(params)))
         return None
 
-    async def load_remotely(self, generation: Generation) -> None:
-        params = generation.params
-        for sequence in generation.sequences:
-            address = params["remote_host"], params["remote_port"]
-            verdict = await take_remotely(*address, self.claim(params))
-            generation.judge(sequence, verdict)
-
     def claim(self, params: JSON, drop: bool = False) -> Claim:
         id, engine_id = params["remote_request_id"], params["remote_engine_id"]
-        return Claim(str(id), str(engine_id), params["remote_block_ids"], drop)
+        blocks = params["remote_block_ids"]
+        return Claim(str(id), str(engine_id), blocks, drop=drop)
 
     def finish(self, generation: Generation) -> JSON | None:
         if not generation.params.get("do_remote_decode"):
@@ -218,12 +254,16 @@ class NixlPull(Connector):
                 answered = params
         return answered
 
+    def key(self, internal_id: str) -> str:
+        """What P's KV is claimed by."""
+        return internal_id
+
     def pin(self, generation: Generation, sequence: Sequence) -> JSON:
         engine, id = generation.engine, generation.internal_id(sequence)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": engine.kv.pin(id, sequence.prompt),
+            "remote_block_ids": engine.kv.pin(self.key(id), sequence.prompt),
             "remote_engine_id": engine.rank_id(generation.rank),
             "remote_request_id": id,
             "remote_host": engine.sim.options.kv_host,
@@ -244,13 +284,111 @@ class NixlPull(Connector):
             return
         if not params.get("remote_block_ids"):
             return
-        claim = self.claim(params, drop=True)
-        peer = engine.sim.peer(params["remote_host"], params["remote_port"])
-        if peer is not None:
-            peer.take(claim)
-            return
         address = params["remote_host"], params["remote_port"]
-        engine.sim.spawn(take_remotely(*address, claim))
+        engine.sim.spawn(fetch(engine.sim, *address, self.claim(params, drop=True)))
 
 
-CONNECTORS: dict[str, type[Connector]] = {"nixl": NixlPull, "none": Connector}
+class NixlPush(NixlPull):
+    """P writes to the D that registered with it under the same request id."""
+
+    INDEXED = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
+
+    def load(self, generation: Generation) -> Loading | None:
+        params = generation.params
+        if not params.get("do_remote_prefill"):
+            return None
+        for name in (*self.INDEXED, "remote_request_id"):
+            if name not in params:
+                raise EngineDied(f"KeyError: {name!r}")
+        return self.register(generation)
+
+    async def register(self, generation: Generation) -> None:
+        params = generation.params
+        address = params["remote_host"], params["remote_port"]
+        for sequence in generation.sequences:
+            id = without_suffix(generation.internal_id(sequence))
+            claim = Claim(id, str(params["remote_engine_id"]), wait=True)
+            verdict = await fetch(generation.engine.sim, *address, claim)
+            generation.judge(sequence, verdict)
+
+    def pin(self, generation: Generation, sequence: Sequence) -> JSON:
+        params = super().pin(generation, sequence)
+        del params["remote_blocks_expiry_time"]
+        del params["remote_registration_generation"]
+        return params | {"transfer_mode": "push"}
+
+    def key(self, internal_id: str) -> str:
+        return without_suffix(internal_id)
+
+    def reject(self, engine: Engine, params: JSON) -> None:
+        """Nothing to free: the KV is P's until it has been written."""
+
+
+def without_suffix(internal_id: str) -> str:
+    """A request id without the 8 hex digits that each engine adds."""
+    return internal_id.rpartition("-")[0]
+
+
+class Mooncake(Connector):
+    """D asks the P that a bootstrap server names, by a transfer id."""
+
+    NEEDED = ("remote_bootstrap_addr", "remote_engine_id", "transfer_id")
+
+    def __init__(self) -> None:
+        # Engine id to address, never asked again.
+        self.known: dict[str, tuple[str, int]] = {}
+
+    def load(self, generation: Generation) -> Loading | None:
+        params, role = generation.params, generation.engine.role
+        if params.get("do_remote_decode") and role == "decode":
+            raise EngineDied("AssertionError: do_remote_decode to a kv_consumer")
+        if not params.get("do_remote_prefill"):
+            return None
+        if role == "prefill":
+            raise EngineDied("AssertionError: do_remote_prefill to a kv_producer")
+        if any(params.get(name) is None for name in self.NEEDED):
+            return wait_for_ever()
+        return self.receive(generation)
+
+    async def receive(self, generation: Generation) -> None:
+        params = generation.params
+        engine_id = str(params["remote_engine_id"])
+        try:
+            address = await self.address(generation.engine.sim, engine_id, params)
+        except (OSError, ValueError, LookupError):
+            generation.load_failed = True
+            return
+        claim = Claim(f"{engine_id}/{params['transfer_id']}", engine_id, wait=True)
+        await fetch_all(generation, *address, claim)
+
+    async def address(
+        self, sim: Simulation, engine_id: str, params: JSON
+    ) -> tuple[str, int]:
+        """The P's address, from its bootstrap server (GET /query)."""
+        if engine_id not in self.known:
+            where = urlsplit(params["remote_bootstrap_addr"])
+            host, port = where.hostname or "", where.port or 80
+            ranks = await call(host, port, "GET", "/query")
+            for rank in ranks.values():
+                worker = urlsplit(rank["worker_addr"]["0"]["0"])
+                address = worker.hostname or "", worker.port or 0
+                self.known[rank["engine_id"]] = address
+        return self.known[engine_id]
+
+    def finish(self, generation: Generation) -> JSON | None:
+        params, engine = generation.params, generation.engine
+        if not params.get("do_remote_decode") or params.get("transfer_id") is None:
+            return None
+        rank_id = engine.rank_id(generation.rank)
+        for sequence in generation.sequences:
+            if sequence.finish_reason == "length":
+                engine.kv.pin(f"{rank_id}/{params['transfer_id']}", sequence.prompt)
+        return None
+
+
+CONNECTORS: dict[str, type[Connector]] = {
+    "nixl": NixlPull,
+    "nixl-push": NixlPush,
+    "mooncake": Mooncake,
+    "none": Connector,
+}
