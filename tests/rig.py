@@ -50,7 +50,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 # Seconds after which a wait counts as a hang. Never an expectation about speed.
-HANG_GUARD = 20.0
+HANG_GUARD = 10.0
 # Seconds between two looks at a condition nothing announces.
 POLL_PAUSE = 0.01
 # Bytes of one HTTP head that the engine and the client accept; a request id with
