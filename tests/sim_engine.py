@@ -32,6 +32,7 @@ body or query names a "port"); connections used for it do not appear in the figu
     POST   /sim/kill     the engine dies as in a crash
     POST   /sim/restart  the engine is (back) on its port: new id, no KV
     POST   /sim/reset    clears faults, counters, records and pinned KV
+    POST   /sim/heartbeat  {"on": false} pauses MoRIIO's registrations, true resumes
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
 import socket
 import sys
@@ -55,7 +55,6 @@ from sim_api import (
     APIS,
     DEFAULT_TOKENS,
     JSON,
-    Answer,
     Api,
     Body,
     Prompt,
@@ -71,16 +70,21 @@ from sim_api import (
     parse_body,
     token_ids,
 )
+from sim_generation import Generation, Ticker
 from sim_http import ON_REQUEST, Connection, Exchange, Fault, Request
 from sim_kv import (
     CACHE_BLOCKS,
-    CONNECTORS,
     UNREACHABLE,
     Claim,
+    Connector,
     EngineDied,
     KvStore,
+    Mooncake,
+    NixlPull,
+    NixlPush,
     Verdict,
 )
+from sim_moriio import PING_INTERVAL, Heartbeat, Moriio
 
 VERSION = "0.33.0"
 # Tokens: 64 Mi of them are a prompt of 256 MiB, the largest body a proxy passes on.
@@ -98,234 +102,15 @@ GUARDED = (b"/v1", b"/v2", b"/inference", b"/cohere")
 NO_SUCH_ROUTE = b'{"detail":"Not Found"}'
 NO_SUCH_METHOD = b'{"detail":"Method Not Allowed"}'
 
+CONNECTORS: dict[str, type[Connector]] = {
+    "nixl": NixlPull,
+    "nixl-push": NixlPush,
+    "mooncake": Mooncake,
+    "moriio": Moriio,
+    "none": Connector,
+}
+
 encode = msgspec.json.encode
-
-
-# --- Generation -----------------------------------------------------------------------
-
-
-class Ticker:
-    """Lets every stream say its next token, once per inter-token latency."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, itl: float) -> None:
-        self.loop = loop
-        self.itl = itl
-        self.streams: list[Generation] = []
-        self.running = False
-        self.due = 0.0
-
-    def add(self, stream: Generation) -> None:
-        self.streams.append(stream)
-        if not self.running:
-            self.running = True
-            self.due = self.loop.time()
-            self.loop.call_soon(self.tick)
-
-    def tick(self) -> None:
-        streams, self.streams = self.streams, []
-        self.streams += [stream for stream in streams if stream.step()]
-        self.running = bool(self.streams)
-        if not self.running:
-            return
-        if not self.itl:
-            self.loop.call_soon(self.tick)
-            return
-        # A late tick is not made up for by a burst.
-        self.due = max(self.due + self.itl, self.loop.time())
-        self.loop.call_at(self.due, self.tick)
-
-
-class Generation(Answer):
-    """A request that runs on an engine, from its admission to its last token."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        api: Api,
-        body: Body,
-        sequences: list[Sequence],
-        id: str,
-        rank: int,
-    ) -> None:
-        self.exchange = exchange
-        self.connection = exchange.connection
-        self.engine = self.connection.engine
-        super().__init__(api, body, sequences, id, self.engine.sim.model)
-        # Beam search reaches the engine without them.
-        self.params = (
-            (body.kv_transfer_params or {}) if not body.use_beam_search else {}
-        )
-        self.rank = rank
-        self.longest = max(sequence.events for sequence in sequences)
-        self.at = 0
-        self.load_failed = False
-        # Why the engine dies if the client leaves this request.
-        self.fatal_to_leave: str | None = None
-        self.parked = False
-        self.timer: asyncio.TimerHandle | None = None
-        self.loading: asyncio.Task[None] | None = None
-
-    def internal_id(self, sequence: Sequence) -> str:
-        """The engine's id of a sequence (InputProcessor.assign_request_id)."""
-        n = self.body.n or 1
-        child = f"{sequence.index % n}_" if n > 1 else ""
-        part = f"-{sequence.index // n}" if self.api.id_prefix == "cmpl-" else ""
-        return f"{child}{self.id}{part}-{os.urandom(4).hex()}"
-
-    def admit(self) -> None:
-        """Puts the request on the engine.
-
-        Raises:
-            EngineDied: it does not survive it.
-
-        """
-        self.exchange.generation = self
-        self.engine.generations.add(self)
-        loading = self.engine.connector.load(self)
-        if loading is None:
-            self.start()
-            return
-        if self.body.stream and not self.is_held():
-            self.exchange.open_stream()
-        self.loading = self.engine.sim.spawn(self.wait_for(loading))
-
-    async def wait_for(self, loading: Coroutine[Any, Any, None]) -> None:
-        await loading
-        self.engine.survive(self.start)
-
-    def judge(self, sequence: Sequence, verdict: Verdict) -> None:
-        """Notes what the fetched KV of a sequence is worth."""
-        if verdict.state == "unreachable":
-            self.load_failed = True
-            return
-        sequence.loaded = True
-        self.engine.external_tokens += sequence.prompt.tokens
-        reason = verdict.state
-        if reason == "ok":
-            if verdict.prompt == sequence.prompt.key:
-                return
-            reason = "wrong_prompt"
-        sequence.garbage = True
-        bad = self.engine.bad_reasons
-        bad[reason] = bad.get(reason, 0) + 1
-
-    def start(self) -> None:
-        """The KV question is settled: computes what is missing, then decodes."""
-        if self.connection.closed:
-            return
-        if self.is_held():
-            self.engine.hold(self.exchange, self.start)
-            return
-        if self.body.stream and not self.exchange.streaming:
-            self.exchange.open_stream()
-        if self.load_failed:
-            self.fail()
-            return
-        sim = self.engine.sim
-        loaded = all(sequence.loaded for sequence in self.sequences)
-        if loaded and self.wants_prompt_logprobs():
-            raise EngineDied("prompt log-probabilities of a prompt it never computed")
-        delay = sim.itl if loaded else sim.ttft
-        then = self.decode if self.body.stream else self.finish
-        if not self.body.stream:
-            delay += sim.itl * (self.longest - 1)
-        if delay:
-            self.timer = sim.loop.call_later(delay, then)
-        else:
-            then()
-
-    def wants_prompt_logprobs(self) -> bool:
-        body = self.body
-        if body.prompt_logprobs is not None:
-            return True
-        return bool(body.echo) and body.logprobs is not None
-
-    def is_held(self) -> bool:
-        """Whether the fault `hang` holds the request at this point."""
-        fault = self.exchange.fault
-        if fault is None or fault.kind != "hang":
-            return False
-        if fault.after_events is None or not self.body.stream:
-            return not self.exchange.streaming
-        return self.exchange.streaming and self.exchange.events >= fault.after_events
-
-    def fail(self) -> None:
-        """The KV could not be loaded (kv_load_failure_policy "fail")."""
-        refused = Refused("Internal server error", 500, "InternalServerError")
-        self.leave_engine()
-        if self.body.stream:
-            opening = self.api.opening(self)
-            self.exchange.close_stream(opening + self.api.error_event(refused))
-        else:
-            self.exchange.answer(500, self.api.error(refused))
-
-    def decode(self) -> None:
-        self.engine.sim.ticker.add(self)
-
-    def step(self) -> bool:
-        """Streams the next token; whether there are more."""
-        if self.connection.closed:
-            return False
-        if self.is_held():
-            self.engine.hold(self.exchange, self.decode)
-            return False
-        if self.connection.full:
-            self.parked = True
-            return False
-        if self.at == 0 and (opening := self.api.opening(self)):
-            self.exchange.send(opening)
-            if self.is_held():
-                self.engine.hold(self.exchange, self.decode)
-                return False
-        i = self.at
-        self.at = i + 1
-        last = self.at == self.longest
-        if last:
-            self.complete()
-        for sequence in self.sequences:
-            if i < sequence.events and not self.connection.closed:
-                self.exchange.send(self.api.token(self, sequence, i))
-        if last and not self.connection.closed:
-            self.exchange.close_stream(self.api.closing(self))
-        return not last
-
-    def unpark(self) -> None:
-        if self.parked:
-            self.parked = False
-            self.decode()
-
-    def finish(self) -> None:
-        """Answers a request that is not streamed."""
-        self.complete()
-        whole = self.api.whole(self)
-        self.engine.remember(self, whole)
-        self.exchange.answer(200, whole)
-
-    def complete(self) -> None:
-        """The last token is computed: hands the KV over, leaves the engine."""
-        self.kv = self.engine.connector.finish(self)
-        self.engine.finished += 1
-        self.engine.generated_tokens += sum(each.length for each in self.sequences)
-        self.leave_engine()
-
-    def leave_engine(self) -> None:
-        self.engine.generations.discard(self)
-        self.exchange.generation = None
-
-    def stop(self) -> None:
-        """Ends early, for whatever reason."""
-        self.leave_engine()
-        if self.timer is not None:
-            self.timer.cancel()
-        if self.loading is not None:
-            self.loading.cancel()
-
-    def abort(self) -> None:
-        """The client is gone."""
-        self.stop()
-        self.engine.aborted += 1
-        if self.fatal_to_leave is not None:
-            self.engine.die(self.fatal_to_leave)
 
 
 # --- Engine ---------------------------------------------------------------------------
@@ -344,9 +129,13 @@ class Engine:
         self.died: str | None = None
         self.connector = CONNECTORS[sim.options.connector]()
         self.kv = KvStore(sim.loop, sim.options.lease)
-        sizes = sim.options.dp_size
-        self.dp_size: int = sizes[-1] if role == "decode" else sizes[0]
-        self.tp_size: int = sim.options.tp_size
+        # The first size is that of P, the last that of D.
+        of_role = -1 if role == "decode" else 0
+        self.dp_size: int = sim.options.dp_size[of_role]
+        self.tp_size: int = sim.options.tp_size[of_role]
+        # What lives and dies with the engine: other servers, its registration.
+        self.bootstrap: Bootstrap | None = None
+        self.heartbeat: Heartbeat | None = None
         self.next_rank = -1
         self.connections: set[Connection] = set()
         self.generations: set[Generation] = set()
@@ -383,6 +172,24 @@ class Engine:
         )
         self.place = None
 
+    async def start(self) -> None:
+        """Opens the engine's ports and registers it."""
+        await self.listen()
+        if self.bootstrap is not None:
+            await self.bootstrap.listen()
+        if self.heartbeat is not None:
+            self.heartbeat.start()
+
+    def stop(self) -> None:
+        """Closes all that `start` opened, and forgets all KV."""
+        for server in (self, self.bootstrap):
+            if server is not None:
+                server.stop_listening()
+                server.drop_connections()
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        self.kv.clear()
+
     def stop_listening(self) -> None:
         if self.server is not None:
             self.server.close()
@@ -394,9 +201,7 @@ class Engine:
         if self.died is not None:
             return
         self.died = reason
-        self.stop_listening()
-        self.kv.clear()
-        self.drop_connections()
+        self.stop()
         print(f"engine on port {self.port} died: {reason}", file=sys.stderr, flush=True)
         self.sim.check_alive()
 
@@ -451,7 +256,7 @@ class Engine:
         request = exchange.request
         if request.path.startswith(b"/sim/"):
             exchange.connection.leave_figures()
-            self.sim.spawn(control(self, exchange))
+            exchange.control = self.sim.spawn(control(self, exchange))
             return
         if self.role == "control":
             exchange.answer(404, NO_SUCH_ROUTE)
@@ -699,6 +504,27 @@ class Engine:
         }
 
 
+class Bootstrap(Engine):
+    """The server in a Mooncake P that tells where its workers are."""
+
+    def __init__(self, sim: Simulation, owner: Engine) -> None:
+        super().__init__(sim, "bootstrap")
+        self.owner = owner
+
+    def route(self, exchange: Exchange) -> None:
+        request, owner = exchange.request, self.owner
+        if (request.method, request.path) != (b"GET", b"/query"):
+            exchange.answer(404, NO_SUCH_ROUTE)
+            return
+        address = f"tcp://{self.sim.options.host}:{owner.port}"
+        workers = {str(tp): {"0": address} for tp in range(owner.tp_size)}
+        ranks = {
+            str(rank): {"engine_id": owner.rank_id(rank), "worker_addr": workers}
+            for rank in range(owner.dp_size)
+        }
+        exchange.answer(200, encode(ranks))
+
+
 # --- Routes ---------------------------------------------------------------------------
 
 Route = Callable[[Engine, Exchange], None]
@@ -881,12 +707,10 @@ async def kill(engines: list[Engine], body: Any) -> tuple[int, Any]:
 
 async def restart(engines: list[Engine], body: Any) -> tuple[int, Any]:
     for engine in engines:
-        engine.stop_listening()
-        engine.drop_connections()
+        engine.stop()
         engine.died = None
-        engine.kv.clear()
         engine.new_identity()
-        await engine.listen()
+        await engine.start()
     return 200, {}
 
 
@@ -895,6 +719,15 @@ async def reset(engines: list[Engine], body: Any) -> tuple[int, Any]:
     for engine in engines:
         engine.kv.clear()
         engine.clear_figures()
+    return 200, {}
+
+
+async def beat(engines: list[Engine], body: Any) -> tuple[int, Any]:
+    for engine in engines:
+        if engine.heartbeat is not None and body["on"]:
+            engine.heartbeat.start()
+        elif engine.heartbeat is not None:
+            engine.heartbeat.stop()
     return 200, {}
 
 
@@ -913,6 +746,7 @@ ACTIONS: dict[tuple[str, str], Action] = {
     ("POST", "kill"): kill,
     ("POST", "restart"): restart,
     ("POST", "reset"): reset,
+    ("POST", "heartbeat"): beat,
     ("POST", "take"): take,
 }
 
@@ -933,6 +767,9 @@ class Simulation:
         self.ticker = Ticker(self.loop, self.itl)
         self.tasks: set[asyncio.Task[Any]] = set()
         self.engines: dict[int, Engine] = {}
+        # The engines and the servers that belong to them.
+        self.ports: dict[int, Engine] = {}
+        self.bootstrap_ports = iter(options.bootstrap)
         self.control: Engine | None = None
         self.hosts = {"localhost", "127.0.0.1", "::1", options.host, options.kv_host}
         # The process's exit status, once it ends.
@@ -944,23 +781,37 @@ class Simulation:
             self.loop.add_signal_handler(number, self.stop, 0)
         for role in ("prefill", "decode", "both"):
             for port in getattr(self.options, role):
-                engine = await self.open(role, port)
-                self.engines[engine.port] = engine
+                await self.open(Engine(self, role), port)
         if self.options.control is not None:
-            self.control = await self.open("control", self.options.control)
+            self.control = Engine(self, "control")
+            await self.open(self.control, self.options.control)
         print("ready", flush=True)
-        return await self.end
+        status = await self.end
+        for engine in self.engines.values():
+            engine.stop()
+        return status
 
-    async def open(self, role: str, port: int) -> Engine:
-        engine = Engine(self, role)
+    async def open(self, engine: Engine, port: int) -> None:
+        """Starts an engine on a port and tells the reader of stdout."""
         engine.port = port
+        options = self.options
+        if options.connector == "mooncake" and engine.role in ("prefill", "both"):
+            engine.bootstrap = Bootstrap(self, engine)
+            engine.bootstrap.port = next(self.bootstrap_ports, 0)
         await engine.listen()
-        line = {"role": role, "port": engine.port}
+        line = {"role": engine.role, "port": engine.port}
+        if engine.role != "control":
+            self.engines[engine.port] = self.ports[engine.port] = engine
+            if options.moriio_proxy is not None:
+                engine.heartbeat = Heartbeat(engine, options.moriio_proxy)
+            await engine.start()
+            for fault in options.fault:
+                if fault.port in (None, port):
+                    engine.add_fault(msgspec.structs.replace(fault))
+        if engine.bootstrap is not None:
+            line["bootstrap_port"] = engine.bootstrap.port
+            self.ports[engine.bootstrap.port] = engine.bootstrap
         print(encode(line).decode(), flush=True)
-        for fault in self.options.fault if role != "control" else []:
-            if fault.port in (None, port):
-                engine.add_fault(msgspec.structs.replace(fault))
-        return engine
 
     def bind(self, port: int) -> socket.socket:
         """A socket that holds a port without listening on it."""
@@ -983,7 +834,7 @@ class Simulation:
         """
         port = body.get("port") or int(query.get("port", [0])[0])
         if port:
-            return [self.engines[port]]
+            return [self.ports[port]]
         return [engine] if engine.role != "control" else list(self.engines.values())
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -1030,7 +881,11 @@ def parse_args() -> argparse.Namespace:
     add("--api-key", help="demanded on /v1 and the like")
     add("--max-model-len", type=int, default=DEFAULT_MAX_MODEL_LEN, metavar="TOKENS")
     add("--dp-size", type=int, nargs="+", default=[1], help="of P; of D if it differs")
-    add("--tp-size", type=int, default=1)
+    add("--tp-size", type=int, nargs="+", default=[1], help="likewise")
+    add("--bootstrap", type=int, nargs="+", default=[], metavar="PORT", help="Mooncake")
+    add("--moriio-proxy", metavar="HOST:PORT", help="where to register (MoRIIO)")
+    add("--transfer-mode", choices=("READ", "WRITE"), default="WRITE", help="MoRIIO")
+    add("--ping-interval", type=float, default=PING_INTERVAL, metavar="SECONDS")
     add(
         "--tool-call-parser",
         choices=("lenient", "strict", "none"),

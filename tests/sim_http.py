@@ -23,7 +23,8 @@ import msgspec
 from sim_api import APIS, JSON
 
 if TYPE_CHECKING:
-    from sim_engine import Engine, Generation
+    from sim_engine import Engine
+    from sim_generation import Generation
 
 # Seconds for the last bytes to leave before their connection is reset.
 FLUSH_TIME = 0.005
@@ -203,6 +204,7 @@ class Exchange:
 
     __slots__ = (
         "connection",
+        "control",
         "cut",
         "events",
         "fault",
@@ -218,6 +220,7 @@ class Exchange:
         self.fault: Fault | None = None
         self.cut: Cut | None = None
         self.generation: Generation | None = None
+        self.control: asyncio.Task[None] | None = None
         self.record: JSON | None = None
         self.streaming = False
         # Events so far, counted only where a fault needs them.
@@ -374,7 +377,11 @@ class Connection(asyncio.Protocol):
         self.queue.clear()
         self.engine.connections.discard(self)
         exchange, self.exchange = self.exchange, None
-        if exchange is not None and exchange.generation is not None:
+        if exchange is None:
+            return
+        if exchange.control is not None:
+            exchange.control.cancel()
+        if exchange.generation is not None:
             exchange.generation.abort()
 
     def pause_writing(self) -> None:

@@ -19,7 +19,8 @@ import msgspec
 from sim_api import JSON, Prompt, Sequence
 
 if TYPE_CHECKING:
-    from sim_engine import Engine, Generation, Simulation
+    from sim_engine import Engine, Simulation
+    from sim_generation import Generation
 
 BLOCK_TOKENS = 16
 CACHE_BLOCKS = 1 << 20
@@ -141,11 +142,19 @@ class KvStore:
 # --- Claims across processes ----------------------------------------------------------
 
 
+async def wait_for_ever() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+class Gone(ConnectionError):
+    """An engine that was reached, and left without an answer."""
+
+
 async def call(host: str, port: int, method: str, path: str, body: Any = None) -> Any:
     """One JSON request to an engine of another process.
 
     Raises:
-        OSError: not reachable within `HANDSHAKE_TIMEOUT`, no engine, or gone.
+        OSError: not reachable within `HANDSHAKE_TIMEOUT`, or `Gone`.
 
     """
     content = msgspec.json.encode(body)
@@ -158,7 +167,7 @@ async def call(host: str, port: int, method: str, path: str, body: Any = None) -
         answer = await reader.read()
         return msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])
     except msgspec.DecodeError:
-        raise ConnectionError("that is no engine") from None
+        raise Gone("it did not answer as an engine does") from None
     finally:
         writer.close()
 
@@ -172,9 +181,11 @@ async def fetch(sim: Simulation, host: Any, port: Any, claim: Claim) -> Verdict:
         return UNREACHABLE
     try:
         answer = await call(host, port, "POST", "/sim/take", claim)
-        return msgspec.convert(answer, Verdict)
-    except (OSError, OverflowError, msgspec.ValidationError):
+    except (OSError, OverflowError) as error:
+        if claim.wait and isinstance(error, Gone):
+            await wait_for_ever()
         return UNREACHABLE
+    return msgspec.convert(answer, Verdict)
 
 
 # --- Connectors -----------------------------------------------------------------------
@@ -202,10 +213,6 @@ class Connector:
 
     def reject(self, engine: Engine, params: JSON) -> None:
         """D: lets P free the KV of a request that was refused after parsing."""
-
-
-async def wait_for_ever() -> None:
-    await asyncio.get_running_loop().create_future()
 
 
 async def fetch_all(generation: Generation, host: Any, port: Any, claim: Claim) -> None:
@@ -384,11 +391,3 @@ class Mooncake(Connector):
             if sequence.finish_reason == "length":
                 engine.kv.pin(f"{rank_id}/{params['transfer_id']}", sequence.prompt)
         return None
-
-
-CONNECTORS: dict[str, type[Connector]] = {
-    "nixl": NixlPull,
-    "nixl-push": NixlPush,
-    "mooncake": Mooncake,
-    "none": Connector,
-}

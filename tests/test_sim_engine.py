@@ -10,8 +10,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
+import sim_moriio
+import zmq
 from rig import (
     CHAT,
     COMPLETIONS,
@@ -617,6 +620,544 @@ def test_token_ids_of_a_chat_can_be_handed_over(sim: SimProcess) -> None:
     direct = sim.d[0].post({"messages": HELLO, "max_tokens": 2}, CHAT).json()
     assert answer == direct["choices"][0]["message"]["content"]
     assert sim.d[0].stats()["bad_handovers"] == 0
+
+
+# --- NIXL push, Mooncake --------------------------------------------------------------
+
+
+def concurrently(
+    d: SimEngine, d_body: JSON, p: SimEngine, p_body: JSON, p_rank: int = 0
+) -> Response:
+    """Sends D's leg, P's once D waits, and returns D's answer."""
+    with d.connect() as client:
+        reader = client.post(COMPLETIONS, d_body, {"X-Request-Id": "r1"})
+        d.wait({"running": 1})
+        rank = {"X_data_parallel_rank": str(p_rank)}
+        assert p.post(p_body, X_Request_Id="r1", **rank).status == 200
+        return reader.finish()
+
+
+def push_params(p: SimEngine) -> JSON:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": p.stats()["engine_id"],
+        "remote_host": "127.0.0.1",
+        "remote_port": p.port,
+        "remote_request_id": "r1",
+        "tp_size": 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def shared_push() -> Iterator[SimProcess]:
+    with SimProcess("--connector", "nixl-push") as sim:
+        yield sim
+
+
+@pytest.fixture
+def push(shared_push: SimProcess) -> Iterator[SimProcess]:
+    """1P1D that push, shared by the module, with fresh figures."""
+    shared_push.reset()
+    yield shared_push
+
+
+def p_leg(prompt: str, **params: Any) -> JSON:
+    return {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": ASK | params}
+
+
+def d_leg(prompt: str, params: JSON) -> JSON:
+    return {"prompt": prompt, "max_tokens": 2, "kv_transfer_params": params}
+
+
+@pytest.mark.parametrize("early", ["p", "d"])
+def test_push_meets_by_request_id(push: SimProcess, early: str) -> None:
+    (p,), (d,) = push.p, push.d
+    direct = text_of(d.post({"prompt": "hello", "max_tokens": 2}))
+    body = d_leg("hello", push_params(p))
+    if early == "d":
+        answer = concurrently(d, body, p, p_leg("hello"))
+    else:
+        params = p.post(p_leg("hello"), X_Request_Id="r1").json()["kv_transfer_params"]
+        assert params["transfer_mode"] == "push"
+        assert "remote_blocks_expiry_time" not in params
+        answer = d.post(body, X_Request_Id="r1")
+    assert text_of(answer) == direct
+    assert p.stats()["handovers"]["used"] == 1
+    assert d.stats()["external_tokens"] == 2
+
+
+def test_push_of_another_prompt_is_garbage(push: SimProcess) -> None:
+    (p,), (d,) = push.p, push.d
+    body = d_leg("hullo", push_params(p))
+    answer = concurrently(d, body, p, p_leg("hello"))
+    assert GARBAGE in text_of(answer)
+
+
+def test_push_to_another_request_id_leaves_d_waiting(push: SimProcess) -> None:
+    (p,), (d,) = push.p, push.d
+    with d.connect() as client:
+        body = d_leg("hello", push_params(p))
+        client.post(COMPLETIONS, body, {"X-Request-Id": "r1"})
+        p.post(p_leg("hello"), X_Request_Id="r2")
+        p.post(p_leg("hello") | {"messages": HELLO}, CHAT, X_Request_Id="r1")
+        assert (
+            p.stats()["handovers"] | {"pinned": 2, "used": 0}
+            == p.wait({"handovers.pinned": 2})["handovers"]
+        )
+        assert d.stats()["running"] == 1
+    d.wait({"aborted": 1, "running": 0})
+
+
+def test_push_crosses_processes(push: SimProcess) -> None:
+    with SimProcess("--connector", "nixl-push", prefill=0) as other:
+        (p,), (d,) = push.p, other.d
+        direct = text_of(d.post({"prompt": "hello", "max_tokens": 2}))
+        body = d_leg("hello", push_params(p))
+        answer = concurrently(d, body, p, p_leg("hello"))
+        assert text_of(answer) == direct
+
+
+@pytest.mark.parametrize(
+    "missing", ["remote_engine_id", "remote_host", "remote_port", "tp_size"]
+)
+def test_push_without_coordinates_kills_d(push: SimProcess, missing: str) -> None:
+    (p,), (d,) = push.p, push.d
+    params = push_params(p)
+    del params[missing]
+    assert d.post(d_leg("hello", params)).end is End.INCOMPLETE
+    assert d.stats()["died"] == f"KeyError: '{missing}'"
+    d.restart()
+
+
+@pytest.fixture(scope="module")
+def shared_mooncake() -> Iterator[SimProcess]:
+    with SimProcess("--connector", "mooncake", "--dp-size", "2", "1") as sim:
+        yield sim
+
+
+@pytest.fixture
+def mooncake(shared_mooncake: SimProcess) -> Iterator[SimProcess]:
+    """1P1D of Mooncake, P with two DP ranks, with fresh figures."""
+    shared_mooncake.reset()
+    yield shared_mooncake
+
+
+def query(p: SimEngine) -> JSON:
+    """What the bootstrap server of a P tells."""
+    with RawClient(("127.0.0.1", p.line["bootstrap_port"])) as client:
+        ranks: JSON = client.request("GET", "/query").finish().json()
+    return ranks
+
+
+def mooncake_params(p: SimEngine, rank: int) -> JSON:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_bootstrap_addr": f"http://127.0.0.1:{p.line['bootstrap_port']}",
+        "remote_engine_id": query(p)[str(rank)]["engine_id"],
+        "transfer_id": "xfer-1",
+    }
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_mooncake_meets_by_transfer_id(mooncake: SimProcess, across: bool) -> None:
+    with SimProcess("--connector", "mooncake", prefill=0) as other:
+        p, d = mooncake.p[0], (other if across else mooncake).d[0]
+        direct = text_of(d.post({"prompt": "hello", "max_tokens": 2}))
+        assert list(query(p)) == ["0", "1"]
+        body = d_leg("hello", mooncake_params(p, 1))
+        asked = p_leg("hello", transfer_id="xfer-1")
+        answer = concurrently(d, body, p, asked, p_rank=1)
+        assert text_of(answer) == direct
+        assert d.stats()["external_tokens"] == 2
+
+
+def test_mooncake_p_returns_no_params(mooncake: SimProcess) -> None:
+    (p,) = mooncake.p
+    for params in ({"transfer_id": "xfer-2"}, {}):
+        assert p.post(p_leg("hello", **params)).json()["kv_transfer_params"] is None
+    assert p.stats()["handovers"]["pinned"] == 1
+
+
+@pytest.mark.parametrize(
+    ("d_change", "p_prompt", "p_rank"),
+    [
+        ({"transfer_id": None}, "hello", "0"),
+        ({"remote_bootstrap_addr": None}, "hello", "0"),
+        ({"transfer_id": "xfer-9"}, "hello", "0"),
+        ({}, "hello", "1"),
+    ],
+)
+def test_mooncake_d_waits_for_what_never_comes(
+    mooncake: SimProcess, d_change: JSON, p_prompt: str, p_rank: str
+) -> None:
+    (p,), (d,) = mooncake.p, mooncake.d
+    with d.connect() as client:
+        client.post(COMPLETIONS, d_leg("hello", mooncake_params(p, 0) | d_change))
+        d.wait({"running": 1})
+        asked = p_leg(p_prompt, transfer_id="xfer-1")
+        assert p.post(asked, X_data_parallel_rank=p_rank).status == 200
+        p.wait({"handovers.made": 1})
+        assert d.stats()["running"] == 1
+    d.wait({"aborted": 1, "running": 0})
+    assert d.stats()["alive"] == 1
+
+
+def test_mooncake_first_token_that_ends_the_answer_drops_the_kv(
+    mooncake: SimProcess,
+) -> None:
+    (p,) = mooncake.p
+    asked = p_leg("<eos@0>", transfer_id="xfer-1")
+    p.post(asked)
+    assert p.stats()["handovers"]["made"] == 0
+    p.post(asked | {"ignore_eos": True})
+    assert p.stats()["handovers"]["made"] == 1
+
+
+def test_mooncake_restarted_p_has_other_ids(mooncake: SimProcess) -> None:
+    (p,), (d,) = mooncake.p, mooncake.d
+    stale = mooncake_params(p, 0)
+    p.restart()
+    assert query(p)["0"]["engine_id"] != stale["remote_engine_id"]
+    assert d.post(d_leg("hello", stale)).status == 500
+
+
+def test_mooncake_wrong_role_kills_the_engine(mooncake: SimProcess) -> None:
+    (p,), (d,) = mooncake.p, mooncake.d
+    assert d.post(p_leg("hello")).end is End.INCOMPLETE
+    assert p.post(d_leg("hello", mooncake_params(p, 0))).end is End.INCOMPLETE
+    for engine in (p, d):
+        assert engine.stats()["died"].startswith("AssertionError")
+        engine.restart()
+
+
+# --- MoRIIO ---------------------------------------------------------------------------
+
+UID = "0123456789abcdef" * 2
+HEARTBEAT = "--ping-interval", "0.02"
+
+
+@pytest.mark.parametrize(
+    ("request_id", "prefill", "decode"),
+    [
+        (f"___prefill_addr_A___decode_addr_B_{UID}", "A", "B"),
+        (f"cmpl-___prefill_addr_A___decode_addr_B_{UID}-0-0a1b2c3d", "A", "B"),
+        (f"0_chatcmpl-___prefill_addr_A_b___decode_addr_B_c_{UID}-1", "A_b", "B_c"),
+        (f"___prefill_addr_A___decode_addr_B_{UID}_{UID}", "A", f"B_{UID}"),
+        (f"___prefill_addr____decode_addr_B_{UID}", None, "B"),
+        (f"___prefill_addr_A___decode_addr_B_{UID.upper()}", "A", None),
+        (f"___prefill_addr_A___decode_addr_B_{UID[1:]}", "A", None),
+        (f"___prefill_addr_A___decode_addr_B_{UID}0", "A", None),
+        (f"___prefill_addr_A___decode_addr_B{UID}", "A", None),
+        ("___prefill_addr_A___decode_addr_B_" + UID[:8] + "-" + UID[8:], "A", None),
+        (f"___prefill_addr_A_{UID}", None, None),
+        ("resp_0123", None, None),
+    ],
+)
+def test_request_id_is_read_as_the_connector_reads_it(
+    request_id: str, prefill: str | None, decode: str | None
+) -> None:
+    assert sim_moriio.prefill_part(request_id) == prefill
+    assert sim_moriio.decode_part(request_id) == decode
+
+
+def test_zmq_address_is_read_as_the_connector_reads_it() -> None:
+    address = sim_moriio.parse_address("host:fe80::1,handshake:6301,notify:61005")
+    assert address == ("fe80::1", 6301, 61005)
+    for bad in ("host:a,handshake:1", "a", "host:a,handshake:x,notify:2"):
+        with pytest.raises(ValueError):
+            sim_moriio.parse_address(bad)
+
+
+class Discovery:
+    """The ROUTER of a proxy."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(HANG_GUARD * 1000))
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"127.0.0.1:{port}"
+
+    def receive(self) -> JSON:
+        _identity, message = self.socket.recv_multipart()
+        registration: JSON = msgspec.msgpack.decode(message)
+        return registration
+
+    def drain(self) -> None:
+        while self.socket.poll(0):
+            self.socket.recv_multipart()
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def discovery() -> Iterator[Discovery]:
+    made = Discovery()
+    yield made
+    made.close()
+
+
+def moriio_sim(mode: str, *arguments: str) -> SimProcess:
+    return SimProcess("--connector", "moriio", "--transfer-mode", mode, *arguments)
+
+
+@pytest.fixture(scope="module", params=["READ", "WRITE"])
+def shared_moriio(request: pytest.FixtureRequest) -> Iterator[SimProcess]:
+    with moriio_sim(request.param, "--dp-size", "2", "1", "--record", "1") as sim:
+        yield sim
+
+
+@pytest.fixture
+def moriio(shared_moriio: SimProcess) -> Iterator[SimProcess]:
+    """1P1D of MoRIIO in each mode, P with two DP ranks, with fresh figures."""
+    shared_moriio.reset()
+    yield shared_moriio
+
+
+def mode_of(sim: SimProcess) -> str:
+    args = sim.process.args
+    assert isinstance(args, list)
+    return str(args[args.index("--transfer-mode") + 1])
+
+
+def moriio_address(engine: SimEngine) -> str:
+    return f"host:127.0.0.1,handshake:{engine.port},notify:{engine.port}"
+
+
+def moriio_id(p: SimEngine, d: SimEngine) -> str:
+    p_part, d_part = moriio_address(p), moriio_address(d)
+    return f"___prefill_addr_{p_part}___decode_addr_{d_part}_{UID}"
+
+
+def moriio_p_params(**change: Any) -> JSON:
+    return {
+        "remote_dp_size": 1,
+        "remote_tp_size": 1,
+        "transfer_id": "tx-1",
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+    } | change
+
+
+def moriio_d_params(handed: JSON | None, **change: Any) -> JSON:
+    return {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": (handed or {}).get("remote_engine_id"),
+        "remote_block_ids": (handed or {}).get("remote_block_ids"),
+        "transfer_id": "tx-1",
+        "remote_dp_size": 2,
+        "remote_tp_size": 1,
+        "remote_dp_rank": 1,
+    } | change
+
+
+def moriio_pair(
+    sim: SimProcess,
+    p_change: JSON,
+    d_change: JSON,
+    d_prompt: str = "hello",
+    d_engine: SimEngine | None = None,
+) -> Response:
+    """Both legs as a right proxy sends them, but for the changes."""
+    (p,), d = sim.p, d_engine or sim.d[0]
+    id, asked = moriio_id(p, d), p_leg("hello", **moriio_p_params(**p_change))
+    if mode_of(sim) == "WRITE":
+        body = d_leg(d_prompt, moriio_d_params(None, **d_change))
+        rank = {"X_data_parallel_rank": "1"}
+        with d.connect() as client:
+            reader = client.post(COMPLETIONS, body, {"X-Request-Id": id})
+            d.wait({"running": 1})
+            assert p.post(asked, X_Request_Id=id, **rank).status == 200
+            return reader.finish()
+    answer = p.post(asked, X_Request_Id=id, X_data_parallel_rank="1")
+    params = moriio_d_params(answer.json()["kv_transfer_params"], **d_change)
+    return d.post(d_leg(d_prompt, params), X_Request_Id=id)
+
+
+def test_moriio_hands_over(moriio: SimProcess) -> None:
+    (p,), (d,) = moriio.p, moriio.d
+    direct = text_of(d.post({"prompt": "hello", "max_tokens": 2}))
+    assert text_of(moriio_pair(moriio, {}, {})) == direct
+    assert d.stats()["external_tokens"] == 2
+    assert p.stats()["handovers"]["used"] == 1
+
+
+def test_moriio_hands_over_across_processes(moriio: SimProcess) -> None:
+    mode = mode_of(moriio)
+    with moriio_sim(mode, "--prefill", "0") as other:
+        direct = text_of(other.d[0].post({"prompt": "hello", "max_tokens": 2}))
+        answer = moriio_pair(moriio, {}, {}, d_engine=other.d[0])
+        assert text_of(answer) == direct
+
+
+@pytest.mark.parametrize(
+    ("p_change", "d_change", "prompt", "reason"),
+    [
+        ({}, {}, "hullo", "wrong_prompt"),
+        ({"remote_tp_size": 2}, {}, "hello", "wrong_peer"),
+        ({"remote_dp_size": 2}, {}, "hello", "wrong_peer"),
+        ({}, {"remote_dp_size": 1}, "hello", "wrong_peer"),
+        ({}, {"remote_tp_size": 4}, "hello", "wrong_peer"),
+    ],
+)
+def test_moriio_garbage(
+    moriio: SimProcess, p_change: JSON, d_change: JSON, prompt: str, reason: str
+) -> None:
+    answer = moriio_pair(moriio, p_change, d_change, prompt)
+    assert GARBAGE in text_of(answer)
+    assert moriio.d[0].stats()["bad_reasons"] == {reason: 1}
+
+
+@pytest.mark.parametrize("shared_moriio", ["READ"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"remote_block_ids": None}, "nothing_read"),
+        ({"remote_block_ids": []}, "nothing_read"),
+        ({"remote_block_ids": [[99999]]}, "altered"),
+        ({"remote_dp_rank": 0}, "unknown"),
+        ({"transfer_id": "tx-2"}, "unknown"),
+    ],
+)
+def test_moriio_reads_garbage_and_says_200(
+    moriio: SimProcess, change: JSON, reason: str
+) -> None:
+    assert GARBAGE in text_of(moriio_pair(moriio, {}, change))
+    assert moriio.d[0].stats()["bad_reasons"] == {reason: 1}
+
+
+@pytest.mark.parametrize("shared_moriio", ["READ"], indirect=True)
+def test_moriio_hand_over_has_its_keys(moriio: SimProcess) -> None:
+    (p,), (d,) = moriio.p, moriio.d
+    asked = p_leg("hello", **moriio_p_params())
+    answer = p.post(asked, X_Request_Id=moriio_id(p, d), X_data_parallel_rank="1")
+    params = answer.json()["kv_transfer_params"]
+    assert params.pop("remote_block_ids")[0]
+    port = str(p.port)
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": f"127.0.0.1:{port}",
+        "remote_host": "127.0.0.1",
+        "remote_handshake_port": port,
+        "remote_notify_port": port,
+        "remote_dp_rank": 1,
+        "remote_dp_rank_override": True,
+        "remote_dp_size": 2,
+        "remote_dp_size_local": 2,
+        "tp_size": 1,
+        "transfer_id": "tx-1",
+    }
+
+
+@pytest.mark.parametrize("shared_moriio", ["WRITE"], indirect=True)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_dp_rank": 0},
+        {"transfer_id": "tx-2"},
+        {"remote_dp_rank_override": True},
+        {"is_request_leader": False},
+    ],
+)
+def test_moriio_write_that_never_comes_leaves_d_waiting(
+    moriio: SimProcess, change: JSON
+) -> None:
+    (p,), (d,) = moriio.p, moriio.d
+    id = moriio_id(p, d)
+    with d.connect() as client:
+        body = d_leg("hello", moriio_d_params(None, **change))
+        client.post(COMPLETIONS, body, {"X-Request-Id": id})
+        asked = p_leg("hello", **moriio_p_params())
+        assert p.post(asked, X_Request_Id=id, X_data_parallel_rank="1").status == 200
+        d.wait({"running": 1})
+        assert p.wait({"handovers.pinned": 1})["handovers"]["used"] == 0
+    d.wait({"aborted": 1, "running": 0})
+
+
+def test_moriio_end_of_sequence_hands_nothing_over(moriio: SimProcess) -> None:
+    (p,), (d,) = moriio.p, moriio.d
+    asked = p_leg("<eos@0>", **moriio_p_params())
+    answer = p.post(asked, X_Request_Id=moriio_id(p, d))
+    assert answer.json()["kv_transfer_params"] is None
+    assert p.stats()["handovers"]["made"] == 0
+    answer = p.post(asked | {"ignore_eos": True}, X_Request_Id=moriio_id(p, d))
+    assert answer.json()["kv_transfer_params"]["do_remote_prefill"]
+
+
+def test_moriio_rank_out_of_range_is_refused(moriio: SimProcess) -> None:
+    (p,), (d,) = moriio.p, moriio.d
+    for engine, size in ((p, 2), (d, 1)):
+        refused = engine.post({"prompt": "hello"}, X_data_parallel_rank=str(size))
+        text = f"data_parallel_rank {size} is out of range [0, {size})."
+        assert (refused.status, refused.error()["message"]) == (400, text)
+
+
+def test_moriio_without_peer_address_dies(moriio: SimProcess) -> None:
+    (p,), (d,) = moriio.p, moriio.d
+    assert p.post(p_leg("hello", **moriio_p_params())).end is End.INCOMPLETE
+    assert d.post(d_leg("hello", moriio_d_params(None))).end is End.INCOMPLETE
+    for engine in (p, d):
+        assert engine.stats()["died"].startswith("ValueError")
+        engine.restart()
+
+
+def test_moriio_address_may_come_in_the_params(moriio: SimProcess) -> None:
+    (p,), (d,) = moriio.p, moriio.d
+    port = str(d.port)
+    fallback = {"remote_host": "127.0.0.1"}
+    fallback |= dict.fromkeys(("remote_handshake_port", "remote_notify_port"), port)
+    assert p.post(p_leg("hello", **moriio_p_params(**fallback))).status == 200
+
+
+@pytest.mark.parametrize("missing", ["remote_engine_id", "remote_block_ids"])
+def test_moriio_write_p_needs_every_key(moriio: SimProcess, missing: str) -> None:
+    (p,), (d,) = moriio.p, moriio.d
+    params = moriio_p_params()
+    del params[missing]
+    answer = p.post(p_leg("hello", **params), X_Request_Id=moriio_id(p, d))
+    if mode_of(moriio) == "READ":
+        assert answer.status == 200
+        return
+    assert answer.end is End.INCOMPLETE
+    assert p.stats()["died"] == f"KeyError: '{missing}'"
+    p.restart()
+
+
+def test_moriio_registers_again_and_again(discovery: Discovery) -> None:
+    arguments = ("--moriio-proxy", discovery.endpoint, *HEARTBEAT)
+    with moriio_sim("READ", "--dp-size", "2", "4", *arguments) as sim:
+        seen: dict[str, JSON] = {}
+        while len(seen) < 2:
+            message = discovery.receive()
+            seen[message["type"]] = message
+        for kind, engine, size in (("P", sim.p[0], 2), ("D", sim.d[0], 4)):
+            assert seen[kind] == {
+                "type": kind,
+                "http_address": engine.instance,
+                "zmq_address": moriio_address(engine),
+                "dp_size": size,
+                "tp_size": 1,
+                "transfer_mode": "READ",
+            }
+        sim.p[0].control("POST", "heartbeat", {"on": False})
+        discovery.drain()
+        assert [discovery.receive()["type"] for _ in range(5)] == ["D"] * 5
+        sim.p[0].control("POST", "heartbeat", {"on": True})
+        while discovery.receive()["type"] != "P":
+            pass
+        sim.d[0].kill()
+        discovery.drain()
+        assert [discovery.receive()["type"] for _ in range(5)] == ["P"] * 5
+        sim.d[0].restart()
+        while discovery.receive()["type"] != "D":
+            pass
 
 
 # --- Connections ----------------------------------------------------------------------
