@@ -882,7 +882,14 @@ def parse_args() -> argparse.Namespace:
     add("--max-model-len", type=int, default=DEFAULT_MAX_MODEL_LEN, metavar="TOKENS")
     add("--dp-size", type=int, nargs="+", default=[1], help="of P; of D if it differs")
     add("--tp-size", type=int, nargs="+", default=[1], help="likewise")
-    add("--bootstrap", type=int, nargs="+", default=[], metavar="PORT", help="Mooncake")
+    add(
+        "--bootstrap",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="PORT",
+        help="Mooncake: of each P",
+    )
     add("--moriio-proxy", metavar="HOST:PORT", help="where to register (MoRIIO)")
     add("--transfer-mode", choices=("READ", "WRITE"), default="WRITE", help="MoRIIO")
     add("--ping-interval", type=float, default=PING_INTERVAL, metavar="SECONDS")
@@ -893,7 +900,14 @@ def parse_args() -> argparse.Namespace:
         help="strict: an old engine, 500 for a forced tool call of one token",
     )
     add("--record", type=int, default=0, metavar="N", help="keep the last N requests")
-    add("--fault", type=fault_option, action="append", default=[], metavar="JSON")
+    add(
+        "--fault",
+        type=fault_option,
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="a fault of every engine (or of its port) from the start",
+    )
     return parser.parse_args()
 
 
