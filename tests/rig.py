@@ -56,6 +56,8 @@ POLL_PAUSE = 0.01
 # Bytes of one HTTP head that the engine and the client accept; a request id with
 # two addresses or a big token fits, a parser gone wild does not.
 MAX_HEAD = 1 << 20
+# Bytes after which an engine no longer records what it answers.
+MAX_RECORDED = 1 << 24
 RECEIVE_SIZE = 1 << 16
 
 
@@ -241,7 +243,7 @@ class EngineRequest:
     # As sent: order, case and duplicates kept.
     headers: list[tuple[bytes, bytes]]
     body: bytes = b""
-    # Everything written in answer so far.
+    # What was written in answer so far, up to `MAX_RECORDED` and the step there.
     answered: bytearray = field(default_factory=bytearray)
     # Set when the peer closed or reset before the last step was played.
     abandoned: threading.Event = field(default_factory=threading.Event)
@@ -715,8 +717,12 @@ class _EngineConnection(asyncio.Protocol):
                     await step.passed()
                 case Close():
                     self.end(step)
+                case _ if self._transport.is_closing():
+                    self._peer_left()
+                    return
                 case _:
-                    request.answered += step
+                    if len(request.answered) < MAX_RECORDED:
+                        request.answered += step
                     self._transport.write(step)
                     await self._writable.wait()
 
@@ -741,7 +747,7 @@ class Response:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     http_version: bytes = b""
     body: bytes = b""
-    # Every byte of the response, framing included.
+    # Every byte of the response, framing included; set when it has ended.
     raw: bytes = b""
     # Status codes of the 1xx responses before this one.
     interim: list[int] = field(default_factory=list)
@@ -794,6 +800,7 @@ class ResponseReader:
         self._parser.send(h11.EndOfMessage())
         self._response = Response()
         self._pieces: list[bytes] = []
+        self._raw = bytearray()
 
     def head(self) -> Response:
         """Reads until the final head is there."""
@@ -855,15 +862,16 @@ class ResponseReader:
             data = self._client.read_some()
         except ConnectionResetError:
             data, self._response.reset = b"", True
-        self._response.raw += data
+        self._raw += data
         self._parser.receive_data(data)
 
     def _over(self, end: End) -> None:
         self._response.end = end
         if end is End.COMPLETE and (extra := self._parser.trailing_data[0]):
             self._response.extra = extra
-            self._response.raw = self._response.raw.removesuffix(extra)
             self._client.unread(extra)
+            del self._raw[-len(extra) :]
+        self._response.raw = bytes(self._raw)
 
 
 class RawClient:
