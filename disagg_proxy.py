@@ -1828,6 +1828,23 @@ decode_prefill_answer = msgspec.json.Decoder(PrefillAnswer).decode
 decode_hand_over = msgspec.json.Decoder(HandOver).decode
 
 
+def read_hand_over(answer: bytes) -> tuple[Raw, HandOver]:
+    """P's parameters as they stand, and what decides about them.
+
+    Raises:
+        ProxyError: answer or parameters are not one JSON object.
+
+    """
+    try:
+        params = decode_prefill_answer(answer).kv_transfer_params
+        return params, HandOver() if params == NULL else decode_hand_over(params)
+    except (msgspec.DecodeError, RecursionError):
+        params = split_members(answer).get("kv_transfer_params", NULL)
+        found = {} if params == NULL else split_members(bytes(params))
+        known = found.keys() & set(HandOver.__struct_fields__)
+        return params, HandOver(**{name: found[name] for name in known})
+
+
 def bad_hand_over(instance: Instance, what: str) -> ProxyError:
     return ProxyError(502, f"Prefill instance {instance} answered with {what}")
 
@@ -1851,12 +1868,9 @@ class AutoConnector:
 
         """
         try:
-            params = decode_prefill_answer(answer).kv_transfer_params
-            if params == NULL:
-                return None
-            hand_over = decode_hand_over(params)
-        except (msgspec.DecodeError, RecursionError):
-            raise bad_hand_over(prefill, "no hand-over in a JSON object") from None
+            params, hand_over = read_hand_over(answer)
+        except ProxyError as err:
+            raise bad_hand_over(prefill, f"no usable JSON: {err}") from None
         if hand_over.do_remote_prefill != TRUE:
             return None
         return self._checked(prefill, params, hand_over)
@@ -1873,7 +1887,7 @@ class AutoConnector:
             raise bad_hand_over(prefill, "a hand-over with a malformed remote_host")
         if not is_local(host) or (host and prefill.is_local):
             return params
-        fields = decode_members(params)
+        fields = split_members(bytes(params))
         fields["remote_host"] = Raw(encode_json(prefill.host))
         return Raw(encode_json(fields))
 
@@ -1903,7 +1917,7 @@ ENGINE_CONTROL = words(
 )
 
 
-def bypass_reason(members: Members) -> str | None:
+def bypass_reason(members: Members, chat: bool) -> str | None:
     """Why one hand-over cannot serve a request, or None when it can."""
     prompt = members.get("prompt")
     if prompt is not None and is_prompt_list(prompt):
@@ -1918,7 +1932,7 @@ def bypass_reason(members: Members) -> str | None:
     if not is_null(members.get("prompt_logprobs")):
         return "prompt_logprobs"
     # Chat reads `top_logprobs`, 0 by default, as soon as there is `echo`.
-    with_logprobs = "messages" in members or not is_null(members.get("logprobs"))
+    with_logprobs = chat or not is_null(members.get("logprobs"))
     if with_logprobs and may_be_true(members.get("echo")):
         return "echo_logprobs"
     return None
@@ -2103,10 +2117,10 @@ class Proxy:
 
     def pair_off(self) -> None:
         """Shifts D's rotation once P and D have met in all the ways they would."""
-        self.pairs += 1
         ups = len(self.prefill_cycler.up), len(self.decode_cycler.up)
-        if self.pairs % (math.lcm(*ups) or 1) == 0:
+        if self.pairs and self.pairs % (math.lcm(*ups) or 1) == 0:
             self.decode_cycler.turn += 1
+        self.pairs += 1
 
     # Two legs.
 
@@ -2120,7 +2134,7 @@ class Proxy:
         """
         members = x.members()
         check_stream_options(members)
-        bypass = bypass_reason(members)
+        bypass = bypass_reason(members, b"/chat/" in x.head.target)
         prefill: Instance | None = None
         avoid: list[Instance] = []
         again = self.retries > 0
