@@ -808,7 +808,7 @@ class Leg:
     size = 0
     # Whether the request was handed to a connection.
     begun = False
-    settled = done = False
+    settled = done = paused = False
     failure: Failure | None = None
     # Takes the body as it comes, once the client's answer has begun.
     sink: Callable[[bytes], None] | None = None
@@ -859,11 +859,13 @@ class Leg:
     def pause(self) -> None:
         """Stops reading the answer."""
         if self.connection is not None:
+            self.paused = True
             self.connection.transport.pause_reading()
 
     def go_on(self) -> None:
         """Reads on."""
-        if self.connection is not None:
+        if self.paused and self.connection is not None:
+            self.paused = False
             self.connection.transport.resume_reading()
 
     def note_stream_error(self, start: bytes) -> None:
@@ -1013,6 +1015,7 @@ class EngineConnection(asyncio.Protocol):
         """The answer is whole: the connection goes back to the pool, or closes."""
         head, framing = leg.head, leg.framing
         assert head is not None and framing is not None
+        leg.go_on()
         self.leg = leg.connection = None
         leg.finish()
         if framing.extra or isinstance(framing, UntilClose) or not head.keep_alive:
