@@ -76,7 +76,23 @@ import msgspec
 import uvloop
 from msgspec import Raw
 
-__all__ = ["Proxy", "ProxyServer", "RoundRobinSchedulingPolicy", "SchedulingPolicy"]
+__all__ = [
+    "Connector",
+    "Exchange",
+    "Instance",
+    "Pair",
+    "Proxy",
+    "ProxyError",
+    "ProxyServer",
+    "Request",
+    "Response",
+    "RoundRobinSchedulingPolicy",
+    "SchedulingPolicy",
+    "Server",
+    "Service",
+    "add_server_flags",
+    "read_hand_over",
+]
 
 logger = logging.getLogger("disagg_proxy")
 
@@ -1259,10 +1275,10 @@ def fetch(
 
 
 def check_instance(
-    script: Script, instance: Instance, model: str, key: bytes
+    script: Script, instance: Instance, model: str | None, key: bytes
 ) -> Generator[None, None, ModelCheck]:
     """Asks an instance whether it is well and whether it serves the model."""
-    for path in (b"/health", b"/v1/models"):
+    for path in (b"/health",) if model is None else (b"/health", b"/v1/models"):
         leg = yield from fetch(script, instance, path, key)
         if leg.failure is not None:
             return ModelCheck(f"{path.decode()}: it {leg.failure.words}")
@@ -1271,6 +1287,8 @@ def check_instance(
             return ModelCheck(None)
         if leg.status != 200:
             return ModelCheck(f"{path.decode()}: status {leg.status}")
+    if model is None:
+        return ModelCheck(None)
     try:
         served = msgspec.json.decode(leg.body(), type=ModelList).data
     except msgspec.DecodeError:
@@ -1294,7 +1312,7 @@ class Watch(Script):
 
     counts = False
 
-    def __init__(self, instance: Instance, model: str, key: bytes) -> None:
+    def __init__(self, instance: Instance, model: str | None, key: bytes) -> None:
         super().__init__(asyncio.get_running_loop())
         self.instance = instance
         self.model = model
@@ -2178,12 +2196,12 @@ class Proxy:
     Args:
         prefill_instances: `host:port` of each prefill instance.
         decode_instances: the same for decode.
-        model: the model id all of them serve.
+        model: the model id all of them serve; None: whatever they serve.
         scheduling_policy: chooses the instance for each leg.
         custom_create_completion: answers `/v1/completions` instead.
         custom_create_chat_completion: answers `/v1/chat/completions` instead.
         retries: how many more prefill instances a request may try.
-        connector: a key of `CONNECTORS`.
+        connector: how the KV gets from P to D; `AutoConnector` if None.
         allow_engine_control: whether clients reach `ENGINE_CONTROL`.
 
     Raises:
@@ -2195,12 +2213,12 @@ class Proxy:
         self,
         prefill_instances: list[str],
         decode_instances: list[str],
-        model: str,
+        model: str | None,
         scheduling_policy: SchedulingPolicy,
         custom_create_completion: Custom | None = None,
         custom_create_chat_completion: Custom | None = None,
         retries: int = 1,
-        connector: str = "auto",
+        connector: Connector | None = None,
         allow_engine_control: bool = False,
     ) -> None:
         self.prefill_cycler = InstanceCycler("prefill")
@@ -2212,7 +2230,7 @@ class Proxy:
         self.model = model
         self.scheduling_policy = scheduling_policy
         self.retries = retries
-        self.connector = CONNECTORS[connector]()
+        self.connector = connector or AutoConnector()
         self.allow_engine_control = allow_engine_control
         self.pairs = 0
         # Clients ask for the same few routes again and again.
@@ -2654,8 +2672,79 @@ async def stream(x: Exchange, pieces: AsyncIterator[bytes]) -> None:
 # --- Server and command line ----------------------------------------------------------
 
 
-class ProxyServer:
-    """Checks the command line, then serves until it is told to stop.
+class Server:
+    """Serves a proxy until it is told to stop.
+
+    Args:
+        proxy: the policy.
+        args: the flags of `add_server_flags`.
+
+    """
+
+    def __init__(self, proxy: Proxy, args: argparse.Namespace) -> None:
+        self.proxy_instance = proxy
+        self.args = args
+        self.port: int = args.port
+
+    def run_server(self) -> None:
+        """Serves; returns after SIGTERM or SIGINT.
+
+        Raises:
+            SystemExit: the port is taken, or `prepare` refuses to start.
+
+        """
+        uvloop.run(self.serve())
+
+    async def serve(self) -> None:
+        """The same, in a running loop."""
+        raise_descriptor_limit()
+        keep_freed_memory()
+        loop, args = asyncio.get_running_loop(), self.args
+        service = Service(
+            self.proxy_instance, args.max_body_size, args.first_byte_timeout
+        )
+        stop = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopper(stop))
+        server = await self.listen(service)
+        service.tick()
+        await self.prepare(service)
+        await server.start_serving()
+        host, port = server.sockets[0].getsockname()[:2]
+        logger.info("listening on %s:%d", f"[{host}]" if ":" in host else host, port)
+        await stop
+        logger.info("stopping: running answers may take %g s", args.drain_timeout)
+        server.close()
+        await service.drain(args.drain_timeout)
+        self.finish()
+        for cycler in (service.proxy.prefill_cycler, service.proxy.decode_cycler):
+            for instance in cycler.instances:
+                instance.close()
+
+    async def prepare(self, service: Service) -> None:
+        """What comes before the first client; may raise SystemExit."""
+
+    def finish(self) -> None:
+        """What comes after the last client."""
+
+    async def listen(self, service: Service) -> asyncio.Server:
+        """Binds the port, before anything else can go wrong."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.create_server(
+                lambda: ClientConnection(service),
+                self.args.host,
+                self.port,
+                backlog=LISTEN_BACKLOG,
+                start_serving=False,
+            )
+        except OSError as err:
+            where = f"{self.args.host}:{self.port}"
+            raise SystemExit(f"Cannot listen on {where}: {err.strerror}") from None
+
+
+class ProxyServer(Server):
+    """Checks the command line, then serves the instances named there.
 
     Args:
         args: needs `model`, `prefill`, `decode` and `port`; what `parse_args`
@@ -2676,20 +2765,20 @@ class ProxyServer:
         create_completion: Custom | None = None,
         create_chat_completion: Custom | None = None,
     ) -> None:
-        self.args = argparse.Namespace(**{**DEFAULTS, **vars(args)})
-        self.validate_parsed_serve_args(self.args)
-        self.port: int = self.args.port
-        self.proxy_instance = Proxy(
-            prefill_instances=self.args.prefill,
-            decode_instances=self.args.decode,
-            model=self.args.model,
+        args = argparse.Namespace(**{**DEFAULTS, **vars(args)})
+        self.validate_parsed_serve_args(args)
+        proxy = Proxy(
+            prefill_instances=args.prefill,
+            decode_instances=args.decode,
+            model=args.model,
             scheduling_policy=scheduling_policy or RoundRobinSchedulingPolicy(),
             custom_create_completion=create_completion,
             custom_create_chat_completion=create_chat_completion,
-            retries=self.args.retries,
-            connector=self.args.kv_connector,
-            allow_engine_control=self.args.allow_engine_control,
+            retries=args.retries,
+            connector=CONNECTORS[args.kv_connector](),
+            allow_engine_control=args.allow_engine_control,
         )
+        super().__init__(proxy, args)
 
     def validate_parsed_serve_args(self, args: argparse.Namespace) -> None:
         """Raises ValueError, in upstream's words."""
@@ -2700,57 +2789,7 @@ class ProxyServer:
         for address in (*args.prefill, *args.decode):
             parse_address(address)
 
-    def run_server(self) -> None:
-        """Serves; returns after SIGTERM or SIGINT.
-
-        Raises:
-            SystemExit: the port is taken, or an instance serves another model.
-
-        """
-        uvloop.run(self.serve())
-
-    async def serve(self) -> None:
-        """The same, in a running loop."""
-        raise_descriptor_limit()
-        keep_freed_memory()
-        loop = asyncio.get_running_loop()
-        args = self.args
-        service = Service(
-            self.proxy_instance, args.max_body_size, args.first_byte_timeout
-        )
-        stop = loop.create_future()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopper(stop))
-        server = await self.listen(service)
-        service.tick()
-        await self.check_models(service)
-        await server.start_serving()
-        host, port = server.sockets[0].getsockname()[:2]
-        logger.info("listening on %s:%d", f"[{host}]" if ":" in host else host, port)
-        await stop
-        logger.info("stopping: running answers may take %g s", args.drain_timeout)
-        server.close()
-        await service.drain(args.drain_timeout)
-        for cycler in (service.proxy.prefill_cycler, service.proxy.decode_cycler):
-            for instance in cycler.instances:
-                instance.close()
-
-    async def listen(self, service: Service) -> asyncio.Server:
-        """Binds the port, before anything else can go wrong."""
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.create_server(
-                lambda: ClientConnection(service),
-                self.args.host,
-                self.port,
-                backlog=LISTEN_BACKLOG,
-                start_serving=False,
-            )
-        except OSError as err:
-            where = f"{self.args.host}:{self.port}"
-            raise SystemExit(f"Cannot listen on {where}: {err.strerror}") from None
-
-    async def check_models(self, service: Service) -> None:
+    async def prepare(self, service: Service) -> None:
         """Looks at each instance once; those that are not there may come later."""
         proxy = service.proxy
         instances = (*proxy.prefill_cycler.instances, *proxy.decode_cycler.instances)
