@@ -421,7 +421,8 @@ class ScriptedEngine:
         self._arrived: queue.SimpleQueue[EngineRequest] = queue.SimpleQueue()
         self._connections: set[_EngineConnection] = set()
         self._fillers: list[socket.socket] = []
-        self._accepting: asyncio.Task[None] | None = None
+        self.listening = False
+        self._accepting: set[asyncio.Task[Any]] = set()
         self._listener = self._bind(0)
         self.port: int = self._listener.getsockname()[1]
         if listening:
@@ -458,11 +459,8 @@ class ScriptedEngine:
     def listen(self) -> None:
         """Starts to accept connections (again)."""
         self._listener.listen(4096)
-
-        def start() -> None:
-            self._accepting = asyncio.ensure_future(self._accept())
-
-        _run(start)
+        self.listening = True
+        _run(lambda: _loop().add_reader(self._listener, self._accept))
 
     def refuse(self) -> None:
         """Closes every connection and refuses new ones; the port stays reserved."""
@@ -569,11 +567,16 @@ class ScriptedEngine:
         listener.bind((self.host, port))
         return listener
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            accepted, _ = await loop.sock_accept(self._listener)
-            await loop.connect_accepted_socket(self._connected, accepted)
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        accepted.setblocking(False)
+        connected = _loop().connect_accepted_socket(self._connected, accepted)
+        task = _loop().create_task(connected)
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
 
     def _connected(self) -> "_EngineConnection":
         self.accepted += 1
@@ -581,10 +584,8 @@ class ScriptedEngine:
 
     def _stop(self) -> None:
         def stop() -> None:
-            if self._accepting:
-                self._accepting.cancel()
-            # The loop must let go of the descriptor before it is closed.
             _loop().remove_reader(self._listener)
+            self.listening = False
             for each in list(self._connections):
                 each.end(Close.FIN)
 
@@ -621,6 +622,9 @@ class _EngineConnection(asyncio.Protocol):
         self._transport = transport
         self._alive.add(self)
         self._task = asyncio.ensure_future(self._serve())
+        if not self.engine.listening:
+            # It was accepted, but not yet known, when the engine stopped.
+            self.end(Close.FIN)
 
     def data_received(self, data: bytes) -> None:
         self._parser.receive_data(data)

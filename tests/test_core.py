@@ -618,6 +618,9 @@ def test_the_openai_client_works_unchanged(quad: Cluster) -> None:
         assert [each.choices[0].text for each in tokens] == deltas
 
 
+# --- One connection, many requests ----------------------------------------------------
+
+
 def test_requests_on_one_connection_are_answered_in_order(pair: Cluster) -> None:
     with pair.connect() as client:
         responses: list[Response] = []
@@ -626,3 +629,15 @@ def test_requests_on_one_connection_are_answered_in_order(pair: Cluster) -> None
         responses.append(client.request("GET", "/status").finish())
     assert [each.status for each in responses] == [200, 200, 200, 200]
     assert [each.extra for each in responses] == [b"", b"", b"", b""]
+
+
+def test_a_slow_client_leaves_no_engine_connection_paused() -> None:
+    # Whether it is the last piece of an answer that finds the client's buffers full
+    # depends on the kernel, so this takes some answers of different sizes.
+    with Cluster(limits={"WRITE_HIGH_WATER": 1}) as cluster:
+        for number in range(12):
+            size = 5 * MEBIBYTE + number * 77_777
+            cluster.d[0].answer(announced(size), b"x" * size)
+            with cluster.connect(receive_buffer=1 << 12) as client:
+                assert len(client.post(COMPLETIONS, BODY).finish().body) == size
+                assert client.post(COMPLETIONS, BODY).finish().status == 200
