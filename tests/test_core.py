@@ -109,9 +109,8 @@ def _impatient() -> Iterator[Cluster]:
         # Only requests find out what is wrong, so that each finds what it is for.
         "PROBE_INTERVAL_UP": 1000.0,
         "CONNECT_TIMEOUT": 0.3,
-        "FIRST_BYTE_TIMEOUT": 0.3,
     }
-    with Cluster(limits=limits) as cluster:
+    with Cluster(args=["--first-byte-timeout", "0.3"], limits=limits) as cluster:
         yield cluster
 
 
