@@ -394,6 +394,13 @@ def read_request_head(raw: bytes) -> tuple[RequestHead, int]:
         raise ProxyError(400, str(err)) from None
 
 
+def framing_field(length: int | None) -> bytes:
+    """How the body of an answer in HTTP/1.1 ends."""
+    if length is None:
+        return b"Transfer-Encoding: chunked\r\n"
+    return b"Content-Length: %d\r\n" % length
+
+
 class ResponseHead:
     """An engine's response head; shared, not to be changed.
 
@@ -420,6 +427,9 @@ class ResponseHead:
         start = b"HTTP/1.1" + raw[8 : raw.index(CRLF)]
         self.relayed = CRLF.join([start, *lines, b""])
         self._framing(owned)
+        # Whether all a client of HTTP/1.1 has to be told is in `relayed_whole`.
+        self.common = self.dated and self.status not in (204, 304)
+        self.relayed_whole = self.relayed + framing_field(self.length)
 
     def _framing(self, owned: dict[bytes, bytes]) -> None:
         """RFC 9112 section 6.3: sets `length`, None if there is none, and `chunked`."""
@@ -580,16 +590,16 @@ class Chunked:
 Framing = Counted | Chunked | UntilClose
 
 
-def response_framing(head: ResponseHead, bodiless: bool, raw: bool) -> Framing:
+def response_framing(head: ResponseHead, to_head: bool, raw: bool) -> Framing:
     """RFC 9112 section 6.3: how the body of an answer ends.
 
     Args:
         head: the answer's head.
-        bodiless: whether it ends with its head whatever that says.
+        to_head: whether it answers a HEAD request.
         raw: see `Chunked`.
 
     """
-    if bodiless or head.status == 204:
+    if to_head or head.status in (204, 304):
         return Counted(0)
     if head.length is not None:
         return Counted(head.length)
@@ -816,6 +826,7 @@ class Leg:
         body: its body.
         whole: settle a 200 only with its whole payload; else with the head.
         raw: keep the chunked coding's own bytes (they go to a peer as they are).
+        to_head: it is a HEAD request, so the answer has no body.
 
     """
 
@@ -840,6 +851,7 @@ class Leg:
         body: bytes,
         whole: bool,
         raw: bool,
+        to_head: bool = False,
     ) -> None:
         self.owner = owner
         self.instance = instance
@@ -847,12 +859,8 @@ class Leg:
         self.sent = body
         self.whole = whole
         self.raw = raw
+        self.to_head = to_head
         self.pieces: list[bytes] = []
-
-    @property
-    def bodiless(self) -> bool:
-        """Whether the answer has a head only, whatever its fields say."""
-        return self.request.startswith(b"HEAD ") or self.status == 304
 
     @property
     def status(self) -> int:
@@ -1024,7 +1032,7 @@ class EngineConnection(asyncio.Protocol):
         if not leg.whole:
             leg.deadline = math.inf
         raw = leg.raw and not (leg.whole and head.status == 200)
-        leg.framing = response_framing(head, leg.bodiless, raw)
+        leg.framing = response_framing(head, leg.to_head, raw)
         return data
 
     def _complete(self, leg: Leg) -> None:
@@ -1034,7 +1042,11 @@ class EngineConnection(asyncio.Protocol):
         leg.go_on()
         self.leg = leg.connection = None
         leg.finish()
-        if framing.extra or isinstance(framing, UntilClose) or not head.keep_alive:
+        unsent = len(leg.sent) > SMALL_BODY_BYTES and (
+            self.transport.get_write_buffer_size()
+        )
+        closes = isinstance(framing, UntilClose) or not head.keep_alive
+        if unsent or closes or framing.extra:
             self.transport.abort()
         else:
             self.used = True
@@ -1642,7 +1654,8 @@ class Exchange(Script):
             extra,
             len(body),
         )
-        leg = Leg(self, instance, request, body, whole, head.modern)
+        to_head = head.method == b"HEAD"
+        leg = Leg(self, instance, request, body, whole, head.modern, to_head)
         self.legs.append(leg)
         instance.send(leg, self.client.service.first_byte_timeout)
         return leg
@@ -1691,10 +1704,8 @@ class Exchange(Script):
 
     def _framing_field(self, length: int | None) -> bytes:
         """How the body ends; HTTP/1.0 clients know only lengths and closing."""
-        if length is not None:
-            return b"Content-Length: %d\r\n" % length
-        if self.head.modern:
-            return b"Transfer-Encoding: chunked\r\n"
+        if length is not None or self.head.modern:
+            return framing_field(length)
         self.keep_alive = False
         return b""
 
@@ -1743,11 +1754,13 @@ class Exchange(Script):
         """The engine's head with the fields of this connection."""
         head = leg.head
         assert head is not None
-        fields = head.relayed
+        if head.common and self.head.modern and not leg.to_head:
+            return head.relayed_whole + self._last_fields()
+        fields, bodiless = head.relayed, leg.to_head or head.status == 304
         if not head.dated:
             # RFC 9110 section 6.6.1: whoever passes it on adds the date.
             fields += b"Date: %s\r\n" % formatdate(usegmt=True).encode()
-        if head.status != 204 and (head.length is not None or not leg.bodiless):
+        if head.status != 204 and (head.length is not None or not bodiless):
             fields += self._framing_field(head.length)
         return fields + self._last_fields()
 
@@ -2326,7 +2339,8 @@ class Proxy:
                 if answer.status == 200:
                     params = self.connector.decode_params(prefill, answer.body())
                 self.pair_off()
-            leg = yield from self.decode(x, members, params, avoid)
+            body = decode_body(members, params)
+            leg = yield from self.decode(x, body, avoid, params)
             if not (again and self.worth_another(leg, prefill)):
                 break
             again, params = False, None
@@ -2392,31 +2406,28 @@ class Proxy:
     def decode(
         self,
         x: Exchange,
-        members: Members,
-        params: Raw | None,
+        body: bytes,
         avoid: list[Instance],
+        params: Raw | None = None,
     ) -> Generator[None, None, Leg]:
-        """The D leg, settled. A hand-over that does not get there is released."""
-        sent = len(x.legs)
-        try:
-            return (yield from self.deliver(x, decode_body(members, params), avoid))
-        finally:
-            if params is not None and not any(leg.begun for leg in x.legs[sent:]):
-                Release(self, params, x)
+        """The D leg, settled; instances that cannot be reached are passed over.
 
-    def deliver(
-        self, x: Exchange, body: bytes, avoid: list[Instance]
-    ) -> Generator[None, None, Leg]:
-        """A leg to decode; instances that cannot be reached are passed over."""
+        A hand-over (`params`) that does not get there is released.
+        """
         leg: Leg | None = None
-        while instance := self.pick(self.decode_cycler, avoid):
-            leg = x.post(instance, body, x.request_id + x.accepted_coding())
-            while not leg.settled:
-                yield
-            if leg.failure is None or leg.failure.delivered:
-                return leg
-            avoid = [*avoid, instance]
-        raise unreachable(leg) if leg else no_instance("decode")
+        extra = x.request_id + x.accepted_coding()
+        try:
+            while instance := self.pick(self.decode_cycler, avoid):
+                leg = x.post(instance, body, extra)
+                while not leg.settled:
+                    yield
+                if leg.failure is None or leg.failure.delivered:
+                    return leg
+                avoid = [*avoid, instance]
+            raise unreachable(leg) if leg else no_instance("decode")
+        finally:
+            if params is not None and (leg is None or not leg.begun):
+                Release(self, params, x)
 
     # Pairs.
 
@@ -2485,7 +2496,7 @@ class Proxy:
 
     def one_leg(self, x: Exchange) -> Steps:
         """Any other path: to a decode instance as it is."""
-        leg = yield from self.deliver(x, forwarded_body(x), [])
+        leg = yield from self.decode(x, forwarded_body(x), [])
         yield from self.give(x, leg)
 
     # The proxy's own routes.
