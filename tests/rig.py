@@ -1210,6 +1210,7 @@ class Cluster:
         args: further arguments of the proxy.
         env: additional environment variables of the proxy.
         limits: module constants to scale down.
+        script: the proxy to run.
 
     """
 
@@ -1221,6 +1222,7 @@ class Cluster:
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         limits: Mapping[str, float] | None = None,
+        script: Path = DISAGG_PROXY,
     ) -> None:
         self.p = self._engines("prefill", prefill)
         self.d = self._engines("decode", decode)
@@ -1228,7 +1230,7 @@ class Cluster:
         argv = ["--model", model]
         argv += ["--prefill", *(each.instance for each in self.p)]
         argv += ["--decode", *(each.instance for each in self.d)]
-        self.proxy = ProxyProcess([*argv, *args], env=env, limits=limits)
+        self.proxy = ProxyProcess([*argv, *args], script, env, limits)
         self.connect = self.proxy.connect
         self.request = self.proxy.request
 
