@@ -34,7 +34,8 @@ import time
 import urllib.parse
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgpack
@@ -222,17 +223,17 @@ class Feed:
         self, replay: Iterable[tuple[int, bytes]], complete: bool
     ) -> Iterator[Delivery]:
         """Takes the wanted replay; `complete` if the end marker was seen."""
-        batches = [(seq, self._decode(seq, payload)) for seq, payload in replay]
+        batches = ((seq, self._decode(seq, payload)) for seq, payload in replay)
         before, known, held = self.last, self._known, self._held
         self.wanted = self._known = self._held = None
         # A publisher keeps at least its newest batch: none is the answer of a new one.
-        first = batches[0] if batches else None
+        first = next(batches, None)
         if known and complete and self._differs(known, first):
             yield self._restart()
             return
         if first and self.last < 0:
             self._fence = first[1].ts
-        for seq, batch in batches:
+        for seq, batch in chain(filter(None, [first]), batches):
             yield from self._accept(seq, batch)
         self.replays += self.last > before
         if held:
@@ -384,7 +385,7 @@ class Subscriber:
         finally:
             self._context.destroy(linger=0)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, int, Event]]:
+    async def __aiter__(self) -> AsyncGenerator[tuple[int, int, Event]]:
         async for deliveries in self.rounds():
             for rank, seq, batch in deliveries:
                 for event in batch.events:
