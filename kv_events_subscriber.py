@@ -319,21 +319,22 @@ class Stream:
 
     async def advance(self) -> list[Delivery]:
         """Takes what has arrived, and fetches the replays that are wanted for it."""
-        now = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
         messages = list(_drain(self.sub))
         # Read second, so that a new connection is known before what came over it.
         connected = any(list(_drain(self.monitor)))
-        if messages or connected:
-            self.check_at = now + QUIET if self._answers else math.inf
-        if connected or now >= self.check_at:
+        quiet = not messages and clock() >= self.check_at
+        if connected or quiet:
             self.feed.resume()
-        if now >= self.check_at:
-            self.check_at = math.inf
         deliveries = await self._repair()
         for seq, payload in _numbered(messages):
             deliveries += self.feed.live(seq, payload)
             if self.feed.wanted is not None:
                 deliveries += await self._repair()
+        if quiet or not self._answers:
+            self.check_at = math.inf
+        elif connected or messages:
+            self.check_at = clock() + QUIET
         return deliveries
 
     async def _repair(self) -> list[Delivery]:
