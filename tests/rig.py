@@ -281,8 +281,9 @@ class EngineRequest:
         assert self.abandoned.wait(HANG_GUARD), "the peer kept the connection open"
 
 
-# An answer: its steps, or a function from the request to them (runs on the loop).
-Answer = Iterable[Step] | Callable[[EngineRequest], Iterable[Step]]
+# From a request to the steps of its answer; runs on the engines' loop.
+Play = Callable[[EngineRequest], Iterable[Step]]
+Answer = Iterable[Step] | Play
 
 
 def _one(headers: Iterable[tuple[bytes, bytes]], name: str) -> str | None:
@@ -434,7 +435,7 @@ class ScriptedEngine:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
-    def answer(self, *steps: Step | Callable[[EngineRequest], Iterable[Step]]) -> None:
+    def answer(self, *steps: Step | Play) -> None:
         """Scripts the next unscripted request: steps, or one function to them."""
         self._scripts.append(_Script(self._as_answer(steps)))
 
