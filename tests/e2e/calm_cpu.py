@@ -38,7 +38,7 @@ def slow_progress_thread() -> None:
     def set_member(self: Any, name: str, value: Any) -> None:
         if name == "pthrDelay":
             value = PROGRESS_THREAD_DELAY_US
-        super(calm_config, self).__setattr__(name, value)
+        bindings.nixlAgentConfig.__setattr__(self, name, value)
 
     calm_config = type(
         "CalmConfig", (bindings.nixlAgentConfig,), {"__setattr__": set_member}

@@ -18,14 +18,14 @@ import os
 import signal
 import sys
 
-import calm_cpu
-import vllm.envs
 import vllm.entrypoints.launchers.api_server.entry as api_server
+import vllm.envs
 import vllm.model_executor.models.llama  # noqa: F401
 import vllm.v1.engine.core  # noqa: F401
 import vllm.v1.executor.multiproc_executor  # noqa: F401
 import vllm.v1.worker.cpu_model_runner  # noqa: F401
 import vllm.v1.worker.cpu_worker  # noqa: F401
+from e2e import calm_cpu
 
 
 def run_engine(log: str, env: dict[str, str], args: list[str]) -> None:

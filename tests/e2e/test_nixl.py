@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""2P2D over NIXL pull: real KV blocks move, and clients see one vLLM server.
+
+The engines are the judges: a plain engine's answers, the metrics of the prefill
+and decode engines, the requests they logged. The proxy's own counters prove nothing.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+from e2e import engines, workload
+from e2e.engines import MODEL, Engine, EngineServer, Fleet, Ledger, request
+from e2e.workload import Question
+from rig import CHAT, COMPLETIONS, JSON, poll
+
+RUNNING = "vllm:num_requests_running"
+GENERATED = "vllm:generation_tokens_total"
+# Must still be zero on every engine when all is done.
+FAILURES = (
+    "vllm:nixl_num_failed_transfers_total",
+    "vllm:nixl_num_failed_notifications_total",
+    "vllm:nixl_num_kv_expired_reqs_total",
+    "vllm:nixl_num_notifications_after_expiry_total",
+)
+# A stream that would take seconds to its end.
+LONG = {"max_tokens": 1800, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def fleet(server: EngineServer, plain: Engine) -> Iterator[Fleet]:
+    """Two prefill and two decode engines behind the proxy."""
+    prefill = [
+        engines.nixl(server, f"nixl-prefill-{i}", "kv_producer") for i in range(2)
+    ]
+    decode = [engines.nixl(server, f"nixl-decode-{i}", "kv_consumer") for i in range(2)]
+    with engines.fleet(plain, prefill, decode) as fleet:
+        yield fleet
+
+
+# --- Sixty requests at once -----------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """Requests that were asked at the same time, and what came of them."""
+
+    questions: list[Question]
+    answers: list[JSON]
+    ledger: Ledger
+
+    @property
+    def two_legged(self) -> int:
+        """How many of them needed a prefill engine."""
+        return sum(question.two_legs for question in self.questions)
+
+
+@pytest.fixture(scope="module")
+def sixty(fleet: Fleet) -> Batch:
+    """Sixty requests of every kind, all at once."""
+    asked = workload.questions("nixl sixty")
+    with fleet.counted() as ledger:
+        answers = workload.ask_all(fleet.proxy.address, asked)
+    return Batch(asked, answers, ledger)
+
+
+def test_sixty_requests_at_once_answer_as_one_plain_engine_does(
+    fleet: Fleet, sixty: Batch
+) -> None:
+    expected = workload.ask_all(fleet.plain.address, sixty.questions)
+    assert {answer["status"] for answer in expected} == {200}
+    for question, ours, theirs in zip(
+        sixty.questions, sixty.answers, expected, strict=True
+    ):
+        assert ours == theirs, question
+
+
+def test_every_two_leg_request_is_prefilled_once_and_moved_once(sixty: Batch) -> None:
+    assert sixty.ledger.prefilled == sixty.two_legged
+    assert sixty.ledger.transfers == sixty.two_legged
+
+
+def test_every_prefill_engine_hands_over_to_every_decode_engine(
+    fleet: Fleet, sixty: Batch
+) -> None:
+    ids = {nixl_engine_id(engine): engine.name for engine in fleet.prefill}
+    assert len(ids) == len(fleet.prefill)
+    pairs = [
+        (ids[hand_over["remote_engine_id"]], engine.name)
+        for engine in fleet.decode
+        for _, hand_over in handed_over(engine)
+    ]
+    assert set(pairs) == set(
+        itertools.product(ids.values(), (engine.name for engine in fleet.decode))
+    )
+
+
+def test_both_legs_carry_the_same_request_id(fleet: Fleet, sixty: Batch) -> None:
+    legs = [each for engine in fleet.decode for each in handed_over(engine)]
+    assert len(legs) >= sixty.two_legged
+    for request_id, hand_over in legs:
+        # The engine adds eight random hex digits of its own to each leg's id.
+        assert hand_over["remote_request_id"].startswith(f"{request_id}-")
+
+
+def nixl_engine_id(engine: Engine) -> str:
+    """The id under which an engine's blocks are fetched, from its own log."""
+    _, _, rest = engine.log.read_text().partition("Initializing NIXL Scheduler ")
+    return rest.split()[0]
+
+
+def handed_over(engine: Engine) -> Iterator[tuple[str, dict[str, str]]]:
+    """Requests a decode engine logged with a hand-over: id, textual parameters."""
+    for line in engine.log.read_text(errors="replace").splitlines():
+        if "'do_remote_prefill': True" not in line:
+            continue
+        request_id = line.partition("Received request ")[2].partition(": ")[0]
+        names = "remote_engine_id", "remote_request_id"
+        yield (
+            request_id,
+            {name: line.split(f"'{name}': '")[1].split("'")[0] for name in names},
+        )
+
+
+# --- Where the KV came from -----------------------------------------------------------
+
+
+def test_decode_engines_compute_no_prompt_token_of_a_two_leg_request(
+    fleet: Fleet,
+) -> None:
+    asked = list(itertools.islice(workload.two_legged("nixl cold"), workload.REQUESTS))
+    with fleet.counted() as ledger:
+        workload.ask_all(fleet.proxy.address, asked)
+    assert ledger.prefilled == ledger.transfers == len(asked)
+    assert ledger.computed == 0
+    assert ledger.external + ledger.local == ledger.prompt_tokens
+    # The system message of the chats is all that two of these prompts share.
+    assert ledger.external > ledger.local
+
+
+def test_one_request_takes_exactly_its_prompt_from_the_prefill_engine(
+    fleet: Fleet,
+) -> None:
+    question = workload.completion(workload.text("nixl single", 40), {})
+    with fleet.counted() as ledger:
+        answer = workload.ask(fleet.proxy.address, question)
+    assert ledger.external == answer["usage"]["prompt_tokens"]
+    assert (ledger.local, ledger.computed) == (0, 0)
+
+
+def test_bypassed_requests_never_touch_a_prefill_engine(fleet: Fleet) -> None:
+    asked = workload.bypassed("nixl bypass")
+    with fleet.counted() as ledger:
+        answers = workload.ask_all(fleet.proxy.address, asked)
+    assert answers == workload.ask_all(fleet.plain.address, asked)
+    assert (ledger.prefilled, ledger.transfers, ledger.external) == (0, 0, 0)
+    assert ledger.computed > 0
+
+
+# --- One vLLM server ------------------------------------------------------------------
+
+
+def both(fleet: Fleet) -> list[openai.OpenAI]:
+    """The openai client, at the proxy and at the plain engine."""
+    return [
+        openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+        for host, port in (fleet.proxy.address, fleet.plain.address)
+    ]
+
+
+def test_openai_client_completes_and_chats(fleet: Fleet) -> None:
+    def story(client: openai.OpenAI) -> list[Any]:
+        done = client.completions.create(
+            model=MODEL, prompt="Once upon a time", temperature=0, max_tokens=12
+        )
+        said = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "How are you?"}],
+            temperature=0,
+            max_tokens=12,
+        )
+        assert done.usage and said.usage
+        return [
+            done.choices[0].text,
+            done.choices[0].finish_reason,
+            done.usage.total_tokens,
+            said.choices[0].message.content,
+            said.usage.total_tokens,
+        ]
+
+    ours, theirs = map(story, both(fleet))
+    assert ours == theirs
+
+
+def test_openai_client_streams_a_chat_with_tools(fleet: Fleet) -> None:
+    def called(client: openai.OpenAI) -> list[Any]:
+        chunks = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Is it raining in Rome?"}],
+            tools=[
+                {
+                    "type": "function",
+                    "function": {"name": "weather", "parameters": workload.TOWN},
+                }
+            ],
+            tool_choice={"type": "function", "function": {"name": "weather"}},
+            temperature=0,
+            max_tokens=80,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+        return [
+            (call.index, call.function.name, call.function.arguments)
+            for delta in deltas
+            for call in delta.tool_calls or []
+            if call.function
+        ]
+
+    ours, theirs = map(called, both(fleet))
+    assert ours == theirs
+    assert ours[0][1] == "weather"
+
+
+def test_openai_client_lists_the_model_and_raises_its_own_errors(fleet: Fleet) -> None:
+    for client in both(fleet):
+        assert [model.id for model in client.models.list()] == [MODEL]
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.completions.create(model="other", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.completions.create(model=MODEL, prompt="a", temperature=-1)
+
+
+@pytest.mark.parametrize(
+    "path, options",
+    [
+        (COMPLETIONS, {"model": "other"}),
+        (COMPLETIONS, {"temperature": -1}),
+        (COMPLETIONS, {"prompt": "too long " * 2000}),
+        (COMPLETIONS, {"logprobs": 30, "stream": True, "prompt": ["a", "list"]}),
+        (CHAT, {"messages": "none"}),
+        (CHAT, {"tools": []}),
+        ("/v1/nowhere", {}),
+        ("/tokenize", {}),
+    ],
+)
+def test_what_vllm_refuses_or_serves_alone_comes_back_unchanged(
+    fleet: Fleet, path: str, options: JSON
+) -> None:
+    body = {"model": MODEL, "prompt": "abc"} | options
+    ours, theirs = (
+        request(address, "POST", path, body)
+        for address in (fleet.proxy.address, fleet.plain.address)
+    )
+    assert (ours.status, ours.body) == (theirs.status, theirs.body)
+
+
+def test_a_client_cannot_bring_a_hand_over_of_its_own(fleet: Fleet) -> None:
+    # Reaching a decode engine, this one would end it: no blocks are named.
+    params = {"kv_transfer_params": {"do_remote_prefill": True}}
+    single = workload.completion("a hand-over", params)
+    alone = workload.completion(["a hand-over", "of two"], params, two_legs=False)
+    for question in (single, alone):
+        assert workload.ask(fleet.proxy.address, question)["status"] == 200
+    assert all(engine.ready() for engine in fleet.engines)
+
+
+# --- Clients that leave ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("question", [workload.completion, workload.chat])
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_ends_the_request_on_the_decode_engine(
+    fleet: Fleet, question: Callable[[str, JSON], Question], stream: bool
+) -> None:
+    asked = question("Tell me everything.", LONG | {"stream": stream})
+    generated = fleet.decoded(GENERATED)
+    with fleet.proxy.connect() as client:
+        answer = client.post(asked.path, asked.body)
+        if stream:
+            answer.body_until(b"data: ")
+        poll(lambda: fleet.decoded(RUNNING) == 1, "the request runs")
+    fleet.wait_idle()
+    assert fleet.decoded(GENERATED) - generated < LONG["max_tokens"]
+
+
+# --- At the end -----------------------------------------------------------------------
+
+
+def test_no_transfer_failed_and_no_hand_over_expired(fleet: Fleet) -> None:
+    fleet.wait_idle()
+    assert not [
+        (engine.name, failure)
+        for engine in fleet.engines
+        for failure in FAILURES
+        if engine.metric(failure)
+    ]

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Sixty different requests, and what of an answer must be the same everywhere.
+
+Greedy decoding on a random model: an answer depends on every prompt token, so one
+that equals a plain engine's was decoded from the right KV cache.
+"""
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from e2e.engines import MODEL, request
+from rig import CHAT, COMPLETIONS, JSON, End, Response
+
+# How many requests are asked at once.
+REQUESTS = 60
+
+# --- Questions ------------------------------------------------------------------------
+
+# Words of the prompts, several tokens each: in a block, just over one, in many.
+LENGTHS = (1, 2, 5, 8, 11, 30, 90)
+
+TOWN = {
+    "type": "object",
+    "properties": {"town": {"enum": ["Rome", "Oslo"]}},
+    "required": ["town"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": TOWN}}]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+TOWN_FORMAT = {"type": "json_schema", "json_schema": {"name": "town", "schema": TOWN}}
+
+# Added to a request for a completion. Each is served by two legs.
+COMPLETION_OPTIONS: list[JSON] = [
+    {},
+    {"stream": True},
+    {**WITH_USAGE, "max_tokens": 40, "ignore_eos": True},
+    {"max_tokens": 1},
+    {"max_tokens": None},
+    {"min_tokens": 8, "max_tokens": 12},
+    {"stop": ["e", "a"]},
+    {"logprobs": 3},
+    {"echo": True},
+    {"temperature": 1, "seed": 7, "stream": True},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"logit_bias": {"100": 5}, "stream": True},
+]
+# Added to a request for a chat completion.
+CHAT_OPTIONS: list[JSON] = [
+    {},
+    {"stream": True},
+    {"max_completion_tokens": 30, **WITH_USAGE},
+    {"tools": TOOLS},
+    {"tools": TOOLS, "tool_choice": "auto", "stream": True},
+    {"tools": TOOLS, "tool_choice": "required", "max_completion_tokens": 80},
+    {"tools": TOOLS, "tool_choice": NAMED, "max_tokens": 80, "stream": True},
+    {"tools": TOOLS, "tool_choice": "none"},
+    {"response_format": TOWN_FORMAT, "max_tokens": 60},
+    {"logprobs": True, "top_logprobs": 2},
+    {"temperature": 1, "seed": 8, "stream": True},
+    {"add_generation_prompt": False},
+]
+# No hand-over of one prompt and one sequence fits these.
+SAMPLED_TWICE = {"n": 2, "temperature": 1, "seed": 9}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request, and whether one hand-over can serve it (else: decode alone)."""
+
+    path: str
+    body: JSON
+    two_legs: bool = True
+
+
+def text(salt: str, words: int) -> str:
+    """A text that nobody asked before, from its first token on."""
+    return f"{salt}: " + " ".join(f"{salt} {i}" for i in range(words))
+
+
+def completion(prompt: Any, options: JSON, two_legs: bool = True) -> Question:
+    """A completion: 16 greedy tokens unless the options say otherwise."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+    return Question(COMPLETIONS, body | options, two_legs)
+
+
+def chat(content: str, options: JSON, two_legs: bool = True) -> Question:
+    """A chat completion; every chat begins with the same system message."""
+    messages = [
+        {"role": "system", "content": "You are brief. " * 8},
+        {"role": "user", "content": content},
+    ]
+    body = {"model": MODEL, "messages": messages, "temperature": 0}
+    if "max_completion_tokens" not in options:
+        body["max_tokens"] = 16
+    return Question(CHAT, body | options, two_legs)
+
+
+def bypassed(salt: str) -> list[Question]:
+    """Requests that a decode engine has to serve alone."""
+    prompts = [text(f"{salt} list {i}", 8) for i in range(3)]
+    alone = text(f"{salt} alone", 20)
+    return [
+        completion(prompts, {}, two_legs=False),
+        completion([p + "?" for p in prompts], WITH_USAGE, two_legs=False),
+        completion([[7, 8, 9] * 20, [9, 8, 7] * 20], {}, two_legs=False),
+        completion(f"{alone} 1", SAMPLED_TWICE, two_legs=False),
+        completion(f"{alone} 2", {"prompt_logprobs": 1}, two_legs=False),
+        completion(f"{alone} 3", {"echo": True, "logprobs": 1}, two_legs=False),
+        chat(f"{alone} 4", SAMPLED_TWICE, two_legs=False),
+        chat(f"{alone} 5", {**SAMPLED_TWICE, **WITH_USAGE}, two_legs=False),
+    ]
+
+
+def two_legged(salt: str) -> Iterator[Question]:
+    """An endless mix of requests that are served by two legs."""
+    yield completion(list(range(100, 180)), {})
+    kinds: list[tuple[Callable[[str, JSON], Question], JSON]]
+    kinds = [(completion, options) for options in COMPLETION_OPTIONS]
+    kinds += [(chat, options) for options in CHAT_OPTIONS]
+    lengths = itertools.cycle(LENGTHS)
+    for number, (kind, options) in enumerate(itertools.cycle(kinds)):
+        yield kind(text(f"{salt} {number}", next(lengths)), options)
+
+
+def questions(salt: str) -> list[Question]:
+    """Sixty requests, the ones without a hand-over spread among the others.
+
+    Args:
+        salt: makes the prompts new to engines that answered other salts.
+
+    """
+    alone = bypassed(salt)
+    mixed = list(itertools.islice(two_legged(salt), REQUESTS - len(alone)))
+    for position, question in enumerate(alone):
+        mixed.insert(7 * position, question)
+    return mixed
+
+
+# --- Answers --------------------------------------------------------------------------
+
+
+def ask(address: tuple[str, int], question: Question) -> JSON:
+    """Asks one question; see `facts`."""
+    return facts(request(address, "POST", question.path, question.body))
+
+
+def ask_all(address: tuple[str, int], asked: list[Question]) -> list[JSON]:
+    """Asks all questions at the same time; the answers in their order."""
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(lambda question: ask(address, question), asked))
+
+
+def facts(response: Response) -> JSON:
+    """What two engines must agree on: not ids, times, or where a stream is cut.
+
+    Returns:
+        `status`, `type`, and of a success `choices` (index to its text, tool calls,
+        tokens and reasons) and `usage` (three token counts, None if not told).
+
+    """
+    assert response.end is End.COMPLETE, response
+    common = {"status": response.status, "type": response.header("content-type")}
+    if response.status != 200:
+        return common | {"body": response.json()}
+    pieces = list(_pieces(response))
+    return common | {"choices": _choices(pieces), "usage": _usage(pieces)}
+
+
+def _pieces(response: Response) -> Iterator[JSON]:
+    """The events of a stream, or the one object of an answer in one piece."""
+    if response.header("content-type") == "application/json":
+        yield response.json()
+        return
+    *events, done = response.events()
+    assert done == "[DONE]"
+    yield from map(json.loads, events)
+
+
+def _choices(pieces: Iterable[JSON]) -> dict[int, JSON]:
+    choices: defaultdict[int, JSON] = defaultdict(
+        lambda: {"text": "", "calls": defaultdict(str), "tokens": [], "reasons": []}
+    )
+    for choice in itertools.chain.from_iterable(piece["choices"] for piece in pieces):
+        merged = choices[choice["index"]]
+        message = choice.get("message") or choice.get("delta") or {}
+        merged["text"] += message.get("content") or choice.get("text") or ""
+        merged["tokens"] += _tokens(choice.get("logprobs") or {})
+        for position, call in enumerate(message.get("tool_calls") or []):
+            told = call["function"]
+            merged["calls"][call.get("index", position)] += (told.get("name") or "") + (
+                told.get("arguments") or ""
+            )
+        if choice["finish_reason"]:
+            reasons = choice["finish_reason"], choice.get("stop_reason")
+            merged["reasons"].append(reasons)
+    return dict(choices)
+
+
+def _tokens(logprobs: JSON) -> list[str]:
+    chat_tokens = [each["token"] for each in logprobs.get("content") or []]
+    return chat_tokens or logprobs.get("tokens") or []
+
+
+def _usage(pieces: Iterable[JSON]) -> JSON | None:
+    for usage in (piece.get("usage") for piece in pieces):
+        if usage:
+            counts = "prompt_tokens", "completion_tokens", "total_tokens"
+            return {name: usage[name] for name in counts}
+    return None
