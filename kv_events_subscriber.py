@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import math
 import os
@@ -363,7 +362,7 @@ class Subscriber:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._context = zmq.asyncio.Context()
-        self._context.linger = 0
+        self._context.linger = 0  # milliseconds that closed sockets go on sending
         self._streams = [Stream(self._context, source) for source in sources]
         self.feeds = [stream.feed for stream in self._streams]
 
@@ -384,7 +383,7 @@ class Subscriber:
                 for deliveries in await asyncio.gather(*advances):
                     yield deliveries
         finally:
-            self._context.destroy(linger=0)
+            self._context.destroy()
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, int, Event]]:
         async for deliveries in self.rounds():
@@ -408,22 +407,22 @@ class Tally:
     def add(self, event: Event) -> None:
         """Counts an event."""
         self.events += 1
-        if isinstance(event, BlockStored):
-            self.stored += len(event.block_hashes)
-            self.tokens += len(event.token_ids)
-            copies = self.copies[(event.medium or "GPU").upper(), event.group_idx]
-            for block in event.block_hashes:
-                copies[block] = copies.get(block, 0) + 1
-        elif isinstance(event, BlockRemoved):
-            self.removed += len(event.block_hashes)
-            copies = self.copies[(event.medium or "GPU").upper(), event.group_idx]
-            for block in event.block_hashes:
-                if (left := copies.pop(block, 0) - 1) > 0:
-                    copies[block] = left
-        elif isinstance(event, BatchesLost):
+        if isinstance(event, BatchesLost):
             self.lost += event.last - event.first + 1
-        else:
+        elif isinstance(event, AllBlocksCleared | PublisherRestarted):
             self.copies.clear()
+        else:
+            copies = self.copies[(event.medium or "GPU").upper(), event.group_idx]
+            if isinstance(event, BlockStored):
+                self.stored += len(event.block_hashes)
+                self.tokens += len(event.token_ids)
+                for block in event.block_hashes:
+                    copies[block] = copies.get(block, 0) + 1
+            else:
+                self.removed += len(event.block_hashes)
+                for block in event.block_hashes:
+                    if (left := copies.pop(block, 0) - 1) > 0:
+                        copies[block] = left
 
     def summary(self, seconds: float) -> str:
         """What happened in `seconds`, and how many different blocks are left."""
@@ -525,6 +524,14 @@ def ranks(endpoint: str, replay: str | None, topic: str, dp_size: int) -> list[S
     return sources
 
 
+class PublisherConfig(msgspec.Struct):
+    """What is needed of vLLM's KVEventsConfig."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+
+
 def discover(url: str) -> list[Source]:
     """The sources that an engine names at GET /kv_event_sources.
 
@@ -536,10 +543,11 @@ def discover(url: str) -> list[Source]:
     # No proxies: `http_proxy` is not meant for engines.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{url.rstrip('/')}/kv_event_sources", None, SOURCE_TIMEOUT) as r:
-        found = json.load(r)
+        found = msgspec.json.decode(r.read(), type=dict[int, PublisherConfig])
     if not found:
         raise ValueError(f"{url} publishes no KV events: see vLLM's --kv-events-config")
-    host = urllib.parse.urlsplit(url).netloc.rpartition(":")[0]
+    host = urllib.parse.urlsplit(url).hostname or ""
+    host = f"[{host}]" if ":" in host else host
 
     def reach(endpoint: str) -> str:
         for everywhere in ("*", "0.0.0.0", "[::]"):
@@ -547,12 +555,7 @@ def discover(url: str) -> list[Source]:
         return endpoint
 
     return [
-        Source(
-            int(rank),
-            reach(c["endpoint"]),
-            reach(c["replay_endpoint"] or ""),
-            c["topic"],
-        )
+        Source(rank, reach(c.endpoint), reach(c.replay_endpoint or ""), c.topic)
         for rank, c in found.items()
     ]
 

@@ -797,6 +797,7 @@ def test_b82_overlapping_port_ranges_are_refused() -> None:
     "argv",
     [
         ["--endpoint", "nonsense"],
+        ["--dp-size", "0"],
         ["--endpoint", "tcp://localhost:port", "--dp-size", "2"],
         ["--source", f"http://{HOST}:1"],
     ],
@@ -830,7 +831,7 @@ def test_topics_are_prefixes(topic: str, seen: list[int]) -> None:
 
 
 @contextlib.contextmanager
-def engine_that_names(sources: JSON) -> Iterator[str]:
+def engine_that_names(sources: Any) -> Iterator[str]:
     """An HTTP server whose /kv_event_sources says this."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -884,13 +885,18 @@ def test_b82_the_sources_an_engine_names_are_followed() -> None:
                 ]
 
 
-def test_an_engine_without_events_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [({}, "publishes no KV events"), ({"0": {"topic": ""}}, "endpoint"), ([], "array")],
+)
+def test_an_engine_without_events_is_an_error(sources: Any, message: str) -> None:
     with (
-        engine_that_names({}) as url,
+        engine_that_names(sources) as url,
         SubscriberProcess("--source", url) as subscriber,
     ):
         assert subscriber.wait() == 1
-        assert "publishes no KV events" in subscriber.log[-1]
+        assert len(subscriber.log) == 1
+        assert message in subscriber.log[0]
 
 
 # --- Command line ---------------------------------------------------------------------
