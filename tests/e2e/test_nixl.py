@@ -166,10 +166,11 @@ def test_bypassed_requests_never_touch_a_prefill_engine(fleet: Fleet) -> None:
 
 def both(fleet: Fleet) -> list[openai.OpenAI]:
     """The openai client, at the proxy and at the plain engine."""
-    return [
-        openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+    urls = [
+        f"http://{host}:{port}/v1"
         for host, port in (fleet.proxy.address, fleet.plain.address)
     ]
+    return [openai.OpenAI(base_url=u, api_key="none", max_retries=0) for u in urls]
 
 
 def test_openai_client_completes_and_chats(fleet: Fleet) -> None:
