@@ -616,6 +616,15 @@ def test_b20_the_hand_over_reaches_d_as_it_is(pair: Cluster, params: bytes) -> N
     assert without_params(d) == members(b'{"prompt":"a","max_tokens":4}')
 
 
+def test_b20_nothing_connects_to_what_a_hand_over_names(pair: Cluster) -> None:
+    with ScriptedEngine("prefill", "127.0.0.3") as named:
+        params = USABLE | {"remote_host": named.host, "remote_port": named.port}
+        assert post_through(pair, answer_with(dumps(params))).status == 200
+        _, d = legs_of(pair)
+        assert d.json()[PARAMS] == params
+        assert named.accepted == 0
+
+
 @pytest.mark.parametrize(
     "answer",
     [
