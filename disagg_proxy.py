@@ -615,7 +615,7 @@ def encode_chunk(data: bytes) -> bytes:
 
 def render_head(status: int, fields: Iterable[tuple[str, str]]) -> bytes:
     """The head of an answer of the proxy's own, but for its empty line."""
-    lines = [f"HTTP/1.1 {status} {REASONS[status][0]}"]
+    lines = [f"HTTP/1.1 {status} {REASONS.get(status, ('',))[0]}"]
     lines.append(f"Date: {formatdate(usegmt=True)}")
     lines += [f"{name}: {value}" for name, value in fields]
     return "\r\n".join([*lines, ""]).encode("latin-1")
@@ -2240,6 +2240,8 @@ class Proxy:
         self.model = model
         self.scheduling_policy = scheduling_policy
         self.retries = retries
+        self.custom_create_completion = custom_create_completion
+        self.custom_create_chat_completion = custom_create_chat_completion
         self.connector = connector or AutoConnector()
         self.allow_engine_control = allow_engine_control
         self.pairs = 0
@@ -2259,6 +2261,14 @@ class Proxy:
             "/instances/remove": {b"POST": self.remove_instance},
             **{path: {b"POST": handler} for path, handler in self.generate.items()},
         }
+
+    @property
+    def prefill_instances(self) -> list[Instance]:
+        return self.prefill_cycler.instances
+
+    @property
+    def decode_instances(self) -> list[Instance]:
+        return self.decode_cycler.instances
 
     def find_route(self, method: bytes, target: bytes, media_type: bytes) -> Handler:
         """Finds the handler of a request.
@@ -2669,13 +2679,23 @@ def custom_handler(custom: Custom | None) -> Handler | None:
 
 
 async def stream(x: Exchange, pieces: AsyncIterator[bytes]) -> None:
-    """Sends an iterator's bytes as they come, no faster than the client reads."""
+    """Sends an iterator's bytes as they come, no faster than the client reads.
+
+    What goes wrong before the first piece can still be told by a status.
+    """
+    piece = encode_piece(x, await anext(aiter(pieces), b""))
     x.answer_stream("text/event-stream; charset=utf-8")
-    async for piece in pieces:
-        x.write(encode_chunk(piece) if x.head.modern else piece)
+    x.write(piece)
+    async for following in pieces:
+        x.write(encode_piece(x, following))
         await x.drain()
     if x.head.modern:
         x.write(LAST_CHUNK)
+
+
+def encode_piece(x: Exchange, piece: bytes) -> bytes:
+    """A piece of a stream in the client's framing."""
+    return encode_chunk(bytes(memoryview(piece))) if x.head.modern else piece
 
 
 # --- Server and command line ----------------------------------------------------------
