@@ -1065,7 +1065,10 @@ def parse_address(text: str) -> tuple[str, int]:
     plain = text.removeprefix("http://").rstrip("/")
     host, colon, port = plain.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
-        host = str(ipaddress.IPv6Address(host[1:-1]))
+        try:
+            host = str(ipaddress.IPv6Address(host[1:-1]))
+        except ValueError as err:
+            raise ValueError(f"Invalid instance {text}: {err}") from None
     elif ":" in host or not host or host.strip(HOST_CHARS):
         raise ValueError(f"Invalid instance format: {text}")
     if not colon or not (port.isascii() and port.isdigit()) or len(port) > 5:
