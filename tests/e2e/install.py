@@ -54,16 +54,13 @@ def install(environment: Path) -> None:
     venv.create(environment, clear=True, with_pip=True)
     python = environment / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "uv"], check=True)
-    uv = [environment / "bin" / "uv", "pip", "install", "--quiet"]
+    uv = [str(environment / "bin" / "uv"), "pip", "install", "--quiet"]
     uv += [f"--python={python}", "--index-strategy=unsafe-best-match"]
     uv += pip_sources(python)
-    requirements = ["-r", ROOT / "pyproject.toml", "-r", HERE / "requirements.txt"]
-    subprocess.run(
-        [*uv, "--override", HERE / "overrides.txt", *requirements], check=True
-    )
-    subprocess.run(
-        [*uv, "--no-deps", "-r", HERE / "requirements-nodeps.txt"], check=True
-    )
+    engine = [f"--override={HERE}/overrides.txt", f"-r={HERE}/requirements.txt"]
+    subprocess.run([*uv, *engine, f"-r={ROOT}/pyproject.toml"], check=True)
+    transfer = ["--no-deps", f"-r={HERE}/requirements-nodeps.txt"]
+    subprocess.run([*uv, *transfer], check=True)
 
 
 if __name__ == "__main__":

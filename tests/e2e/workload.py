@@ -121,6 +121,7 @@ def bypassed(salt: str) -> list[Question]:
 def two_legged(salt: str) -> Iterator[Question]:
     """An endless mix of requests that are served by two legs."""
     yield completion(list(range(100, 180)), {})
+    yield completion([text(f"{salt} one in a list", 20)], {})
     kinds: list[tuple[Callable[[str, JSON], Question], JSON]]
     kinds = [(completion, options) for options in COMPLETION_OPTIONS]
     kinds += [(chat, options) for options in CHAT_OPTIONS]
