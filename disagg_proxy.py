@@ -57,6 +57,7 @@ import socket
 import struct
 import sys
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import (
@@ -66,6 +67,7 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
+    Mapping,
 )
 from email.utils import formatdate
 from typing import Any, NamedTuple, cast
@@ -1324,16 +1326,26 @@ class ModelList(msgspec.Struct):
     data: list[ModelEntry]
 
 
+Learn = Callable[[Script, Instance], Generator[None, None, str | None]]
+
+
 class Watch(Script):
     """Probes one instance for as long as it is known."""
 
     counts = False
 
-    def __init__(self, instance: Instance, model: str | None, key: bytes) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        model: str | None,
+        key: bytes,
+        learn: Learn | None = None,
+    ) -> None:
         super().__init__(asyncio.get_running_loop())
         self.instance = instance
         self.model = model
         self.key = key
+        self.learn = learn
         self.timer: asyncio.TimerHandle | None = None
         # Set with the first verdict.
         self.first: asyncio.Future[ModelCheck] = self.loop.create_future()
@@ -1350,20 +1362,15 @@ class Watch(Script):
     def _steps(self) -> Steps:
         instance = self.instance
         while True:
-            if instance.state is State.UP:
-                leg = yield from fetch(self, instance, b"/health", self.key)
-                if leg.failure is not None:
-                    instance.mark(State.DOWN, f"/health: it {leg.failure.words}")
-                elif leg.status != 200:
-                    instance.mark(State.DOWN, f"/health: status {leg.status}")
-            else:
-                check = yield from check_instance(self, instance, self.model, self.key)
-                if check.problem is None and instance.state is State.DOWN:
-                    instance.mark(State.UP)
-                elif instance.state is State.DOWN:
-                    instance.mark(State.DOWN, check.problem)
-                if not self.first.done():
-                    self.first.set_result(check)
+            model = None if instance.state is State.UP else self.model
+            check = yield from check_instance(self, instance, model, self.key)
+            problem = check.problem
+            if problem is None and self.learn is not None:
+                problem = yield from self.learn(self, instance)
+            if instance.state is not State.DRAINING:
+                instance.mark(State.DOWN if problem else State.UP, problem)
+            if not self.first.done():
+                self.first.set_result(check._replace(problem=problem))
             up = instance.state is State.UP
             self.timer = self.loop.call_later(
                 PROBE_INTERVAL_UP if up else PROBE_INTERVAL_DOWN, self.resume
@@ -1959,20 +1966,20 @@ class Pair(NamedTuple):
     decode_fields: bytes = b""
 
 
-class Connector(ABC):
+class Connector:
     """How the KV cache gets from prefill to decode.
 
-    Either `decode_params` makes D's parameters from P's answer, and D is chosen
-    then; or `pairs` is True, and `pair` says everything about a chosen pair.
+    One of two kinds: where `pairs` is False, `prefill_params` are P's and
+    `decode_params` makes D's from P's answer, when D is chosen; where it is True,
+    `pair` says everything about two instances that know of each other.
     """
 
     pairs = False
 
-    @abstractmethod
     def prefill_params(self) -> Raw:
         """`kv_transfer_params` of the P leg."""
+        raise NotImplementedError
 
-    @abstractmethod
     def decode_params(self, prefill: Instance, answer: bytes) -> Raw | None:
         """`kv_transfer_params` of the D leg, from P's answer; None for none.
 
@@ -1980,10 +1987,26 @@ class Connector(ABC):
             ProxyError: 502 for a hand-over that would harm the decode engine.
 
         """
+        raise NotImplementedError
 
     def pair(self, prefill: Instance, decode: Instance) -> Pair:
-        """What the legs of a pair are told; called only where `pairs` is True."""
+        """What the legs of a pair are told."""
         raise NotImplementedError
+
+    def adopt(self, instance: Instance, settings: Mapping[str, object]) -> None:
+        """Takes in what the operator says of a prefill instance.
+
+        Raises:
+            ValueError: something is missing or malformed.
+
+        """
+
+    def learn(
+        self, script: Script, instance: Instance
+    ) -> Generator[None, None, str | None]:
+        """Asks a prefill instance, with each probe; returns what is wrong, if any."""
+        return None
+        yield
 
 
 class AutoConnector(Connector):
@@ -2022,7 +2045,127 @@ class AutoConnector(Connector):
         return Raw(encode_json(fields))
 
 
-CONNECTORS = {"auto": AutoConnector}
+def request_id_line(name: str) -> bytes:
+    return b"X-Request-Id: %s\r\n" % name.encode()
+
+
+def setting(settings: Mapping[str, object], name: str, kind: type, default: Any) -> Any:
+    """A setting of the right type; raises ValueError."""
+    value = settings.get(name, default)
+    if not isinstance(value, kind) or isinstance(value, bool) or value in ("", 0):
+        raise ValueError(f"{name} of a prefill instance is missing or malformed")
+    return value
+
+
+class NixlPushConnector(Connector):
+    """NIXL's push mode: P writes into D's blocks, so both work at once.
+
+    D is told which engine will write; the legs find each other by their
+    X-Request-Id. Source: vLLM 0.33.0, `nixl/push_scheduler.py`.
+    """
+
+    pairs = True
+
+    def __init__(self) -> None:
+        # D's parameters for each prefill instance, but for the request's id.
+        self.coordinates: dict[Instance, dict[str, object]] = {}
+
+    def adopt(self, instance: Instance, settings: Mapping[str, object]) -> None:
+        self.coordinates[instance] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": setting(settings, "engine_id", str, ""),
+            "remote_host": setting(settings, "kv_host", str, ""),
+            "remote_port": setting(settings, "side_channel_port", int, 5600),
+            "tp_size": setting(settings, "tp_size", int, 1),
+            "pp_size": setting(settings, "pp_size", int, 1),
+        }
+
+    def pair(self, prefill: Instance, decode: Instance) -> Pair:
+        name = f"{random.getrandbits(128):032x}"
+        params = {**self.coordinates[prefill], "remote_request_id": name}
+        return Pair(
+            prefill,
+            decode,
+            request_id_line(name),
+            concurrent=True,
+            prefill_params=NIXL_PREFILL,
+            decode_params=lambda _: Raw(encode_json(params)),
+        )
+
+
+class MooncakeRank(msgspec.Struct):
+    engine_id: str
+
+
+decode_mooncake = msgspec.json.Decoder(dict[int, MooncakeRank], strict=False).decode
+
+
+class MooncakeConnector(Connector):
+    """Mooncake: D reads from a DP rank of P, known by its engine id.
+
+    The ids are had from P's bootstrap server, and change when P restarts.
+    Source: vLLM 0.33.0, `mooncake/mooncake_connector.py` and `mooncake_utils.py`.
+    """
+
+    pairs = True
+
+    def __init__(self) -> None:
+        self.bootstraps: dict[Instance, Instance] = {}
+        # (DP rank, engine id) of each prefill instance; new ones after a restart.
+        self.ranks: dict[Instance, list[tuple[int, str]]] = {}
+        self.turns: Counter[Instance] = Counter()
+
+    def adopt(self, instance: Instance, settings: Mapping[str, object]) -> None:
+        port = setting(settings, "bootstrap_port", int, 8998)
+        address = f"{instance.address.rpartition(':')[0]}:{port}"
+        self.bootstraps[instance] = Instance(address, InstanceCycler("bootstrap"))
+
+    def learn(
+        self, script: Script, instance: Instance
+    ) -> Generator[None, None, str | None]:
+        bootstrap = self.bootstraps[instance]
+        leg = yield from fetch(script, bootstrap, b"/query", b"")
+        if leg.failure is not None:
+            return f"bootstrap server {bootstrap} {leg.failure.words}"
+        try:
+            ranks = decode_mooncake(leg.body())
+        except msgspec.DecodeError:
+            return f"bootstrap server {bootstrap}: no list of DP ranks"
+        self.ranks[instance] = sorted((n, r.engine_id) for n, r in ranks.items())
+        return None if ranks else f"no DP rank has registered with {bootstrap} yet"
+
+    def pair(self, prefill: Instance, decode: Instance) -> Pair:
+        ranks = self.ranks[prefill]
+        self.turns[prefill] += 1
+        rank, engine = ranks[self.turns[prefill] % len(ranks)]
+        transfer = f"xfer-{uuid.uuid4()}"
+        p = {"do_remote_decode": True, "do_remote_prefill": False}
+        d = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_bootstrap_addr": f"http://{self.bootstraps[prefill]}",
+            "remote_engine_id": engine,
+            "transfer_id": transfer,
+        }
+        return Pair(
+            prefill,
+            decode,
+            request_id_line(f"{random.getrandbits(128):032x}"),
+            concurrent=True,
+            prefill_params=Raw(encode_json({**p, "transfer_id": transfer})),
+            decode_params=lambda _: Raw(encode_json(d)),
+            # Only a P that ends by length hands its blocks over.
+            prefill_members={"ignore_eos": TRUE},
+            prefill_fields=b"X-data-parallel-rank: %d\r\n" % rank,
+        )
+
+
+CONNECTORS: dict[str, type[Connector]] = {
+    "auto": AutoConnector,
+    "mooncake": MooncakeConnector,
+    "nixl-push": NixlPushConnector,
+}
 
 # --- Prefill and decode ---------------------------------------------------------------
 
@@ -2460,6 +2603,7 @@ class Proxy:
             if leg.failure is None and leg.status < 500:
                 break
             failed.append(leg.instance)
+            pair.prefill.suspect()
         if leg is None:
             raise no_instance("decode" if self.prefill_cycler.up else "prefill")
         yield from self.give(x, leg)
@@ -2531,26 +2675,38 @@ class Proxy:
 
     def add_instance(self, x: Exchange) -> Steps:
         """Upstream's `POST /instances/add`, with its statuses and bodies."""
-        cycler, address = self.admin_request(x)
+        cycler, address, order = self.admin_request(x)
         instance = Instance(address, cycler)
         key = x.client.service.engine_key
-        check = yield from check_instance(x, instance, self.model, key)
-        if check.problem is not None:
-            logger.warning("not added: %s: %s", instance, check.problem)
+        problem = (yield from check_instance(x, instance, self.model, key)).problem
+        if problem is None and cycler is self.prefill_cycler:
+            try:
+                self.connector.adopt(instance, order)
+            except ValueError as err:
+                raise AdminError(400, str(err)) from None
+            problem = yield from self.connector.learn(x, instance)
+        if problem is not None:
+            logger.warning("not added: %s: %s", instance, problem)
             raise AdminError(400, "Instance validation failed.")
         known = cycler.find(instance.address)
         if known is not None and known.state is State.UP:
             raise AdminError(400, "Instance already exists.")
         if known is None:
             cycler.instances.append(instance)
-            Watch(instance, self.model, key)
+            self.watch(instance, key)
         (known or instance).mark(State.UP)
         message = f"Added {address} to {cycler.role}_instances."
         x.answer(200, encode_json({"message": message}))
 
+    def watch(self, instance: Instance, key: bytes) -> Watch:
+        """Has an instance probed from now on."""
+        prefill = instance.cycler is self.prefill_cycler
+        learn = self.connector.learn if prefill else None
+        return Watch(instance, self.model, key, learn)
+
     def remove_instance(self, x: Exchange) -> None:
         """`POST /instances/remove`: no new requests, running ones finish."""
-        cycler, address = self.admin_request(x)
+        cycler, address, _ = self.admin_request(x)
         instance = cycler.find(Instance(address, cycler).address)
         if instance is None:
             raise AdminError(400, "Instance does not exist.")
@@ -2560,8 +2716,10 @@ class Proxy:
         message = f"Removing {address} from {cycler.role}_instances."
         x.answer(200, encode_json({"message": message}))
 
-    def admin_request(self, x: Exchange) -> tuple[InstanceCycler, str]:
-        """Checks key and body of an admin route; returns the role and the address."""
+    def admin_request(
+        self, x: Exchange
+    ) -> tuple[InstanceCycler, str, dict[str, object]]:
+        """Checks key and body of an admin route; returns role, address and body."""
         given = dict(Request(x).headers).get("x-api-key")
         if given is None:
             missing = {
@@ -2592,7 +2750,7 @@ class Proxy:
             parse_address(address)
         except ValueError:
             raise AdminError(400, "Invalid instance address.") from None
-        return cyclers[kind], address
+        return cyclers[kind], address, order
 
 
 RETRIED = (Failure.REFUSED, Failure.CONNECT_TIMEOUT, Failure.RESET)
@@ -2799,17 +2957,21 @@ class ProxyServer(Server):
     ) -> None:
         args = argparse.Namespace(**{**DEFAULTS, **vars(args)})
         self.validate_parsed_serve_args(args)
+        connector = CONNECTORS[args.kv_connector]()
+        prefill, settings = prefill_settings(args)
         proxy = Proxy(
-            prefill_instances=args.prefill,
+            prefill_instances=prefill,
             decode_instances=args.decode,
             model=args.model,
             scheduling_policy=scheduling_policy or RoundRobinSchedulingPolicy(),
             custom_create_completion=create_completion,
             custom_create_chat_completion=create_chat_completion,
             retries=args.retries,
-            connector=CONNECTORS[args.kv_connector](),
+            connector=connector,
             allow_engine_control=args.allow_engine_control,
         )
+        for instance, own in zip(proxy.prefill_instances, settings):
+            connector.adopt(instance, own)
         super().__init__(proxy, args)
 
     def validate_parsed_serve_args(self, args: argparse.Namespace) -> None:
@@ -2818,20 +2980,52 @@ class ProxyServer(Server):
             raise ValueError("Please specify at least one prefill node.")
         if not args.decode:
             raise ValueError("Please specify at least one decode node.")
-        for address in (*args.prefill, *args.decode):
+        for address in (*prefill_settings(args)[0], *args.decode):
             parse_address(address)
 
     async def prepare(self, service: Service) -> None:
         """Looks at each instance once; those that are not there may come later."""
         proxy = service.proxy
         instances = (*proxy.prefill_cycler.instances, *proxy.decode_cycler.instances)
-        watches = [Watch(i, proxy.model, service.engine_key) for i in instances]
+        watches = [proxy.watch(i, service.engine_key) for i in instances]
         checks = await asyncio.gather(*(watch.first for watch in watches))
         for instance, check in zip(instances, checks):
             if check.wrong_model:
                 raise SystemExit(check.problem)
             if check.problem is not None:
                 logger.warning("%s is not there yet: %s", instance, check.problem)
+
+
+def prefill_settings(
+    args: argparse.Namespace,
+) -> tuple[list[str], list[dict[str, object]]]:
+    """The prefill instances, and what the connector is told of each.
+
+    A number behind an address is its Mooncake bootstrap port, as in vLLM's own
+    Mooncake proxy ("none" for the usual one). A flag of NIXL's push mode has one
+    value for all instances, or one for each.
+
+    Raises:
+        ValueError: a flag has another number of values.
+
+    """
+    addresses: list[str] = []
+    settings: list[dict[str, object]] = []
+    for word in args.prefill or ():
+        if addresses and (word.isdigit() or word.lower() == "none"):
+            if word.isdigit():
+                settings[-1]["bootstrap_port"] = int(word)
+        else:
+            addresses.append(word)
+            settings.append({})
+    for name in PUSH_FLAGS:
+        values = getattr(args, f"prefill_{name}")
+        if values and len(values) not in (1, len(addresses)):
+            flag = f"--prefill-{name.replace('_', '-')}"
+            raise ValueError(f"{flag} wants one value, or one for each instance")
+        for own, value in zip(settings, (values or []) * len(addresses)):
+            own[name] = value
+    return addresses, settings
 
 
 def stopper(stop: asyncio.Future[None]) -> Callable[[], None]:
@@ -2862,6 +3056,15 @@ def keep_freed_memory() -> None:
             libc.mallopt(parameter, value)
 
 
+PUSH_FLAGS: dict[str, tuple[type, str]] = {
+    "engine_id": (str, "engine id"),
+    "kv_host": (str, "NIXL side-channel host"),
+    "side_channel_port": (int, "NIXL side-channel port (5600)"),
+    "tp_size": (int, "tensor-parallel size (1)"),
+    "pp_size": (int, "pipeline-parallel size (1)"),
+}
+
+
 def argument_parser() -> argparse.ArgumentParser:
     """The command line: upstream's flags, and what running it takes."""
     parser = argparse.ArgumentParser(
@@ -2886,6 +3089,14 @@ def argument_parser() -> argparse.ArgumentParser:
         default="auto",
         help="how the KV cache gets from prefill to decode",
     )
+    for name, (kind, text) in PUSH_FLAGS.items():
+        parser.add_argument(
+            f"--prefill-{name.replace('_', '-')}",
+            nargs="+",
+            type=kind,
+            metavar=name.split("_")[-1].upper(),
+            help=f"nixl-push: {text}, one for each prefill instance or one for all",
+        )
     return parser
 
 
