@@ -70,6 +70,7 @@ from collections.abc import (
     Mapping,
 )
 from email.utils import formatdate
+from hashlib import blake2b
 from typing import Any, NamedTuple, cast
 from urllib.parse import unquote_to_bytes
 
@@ -88,6 +89,7 @@ __all__ = [
     "ProxyServer",
     "Request",
     "Response",
+    "LeastLoadedSchedulingPolicy",
     "RoundRobinSchedulingPolicy",
     "SchedulingPolicy",
     "Server",
@@ -1220,8 +1222,11 @@ class Instance:
 class InstanceCycler:
     """The instances of one role in rotation: `next()` gives the next that is up.
 
-    `instances` shows all of them, with `state` and `in_flight`.
+    `instances` shows all of them, with `state` and `in_flight`; `up` those that
+    can be chosen; `session` whose request it is, for a policy that wants to know.
     """
+
+    session = b""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -1645,6 +1650,13 @@ class Exchange(Script):
         members.pop("ec_transfer_params", None)
         return members
 
+    def session(self) -> bytes:
+        """Whose request it is: the X-Session-ID field, or the member `user`."""
+        session = Request(self).headers.get("x-session-id")
+        if session is None and self.body[:1] == b"{":
+            session = bytes(self.members().get("user", b"")).decode()
+        return (session or "").encode()
+
     # Legs.
 
     def post(
@@ -1880,6 +1892,9 @@ class Service:
 class SchedulingPolicy(ABC):
     """Chooses the instance for a leg."""
 
+    # Whether `cycler.session` is to be set before each choice.
+    by_session = False
+
     @abstractmethod
     def schedule(self, cycler: InstanceCycler) -> Instance:
         """Returns one of `cycler.instances` that is up.
@@ -1897,6 +1912,35 @@ class RoundRobinSchedulingPolicy(SchedulingPolicy):
     def schedule(self, cycler: InstanceCycler) -> Instance:
         return next(cycler)
 
+
+class LeastLoadedSchedulingPolicy(SchedulingPolicy):
+    """The fewest requests in flight; among equals one after the other."""
+
+    def schedule(self, cycler: InstanceCycler) -> Instance:
+        turn = next(cycler)
+        return min(cycler.up, key=lambda i: (i.in_flight, i is not turn))
+
+
+class SessionSchedulingPolicy(SchedulingPolicy):
+    """The same instance for the same session, as long as it is up.
+
+    An instance that goes moves its own sessions only (rendezvous hashing).
+    """
+
+    by_session = True
+
+    def schedule(self, cycler: InstanceCycler) -> Instance:
+        turn, session = next(cycler), cycler.session
+        if not session:
+            return turn
+        return max(cycler.up, key=lambda i: blake2b(session + i.authority).digest())
+
+
+POLICIES: dict[str, type[SchedulingPolicy]] = {
+    "least_loaded": LeastLoadedSchedulingPolicy,
+    "round_robin": RoundRobinSchedulingPolicy,
+    "session": SessionSchedulingPolicy,
+}
 
 # --- Connectors: who finds the KV, and how --------------------------------------------
 
@@ -2440,14 +2484,19 @@ class Proxy:
 
     # Choosing instances.
 
-    def pick(self, cycler: InstanceCycler, avoid: list[Instance]) -> Instance | None:
+    def pick(
+        self, x: Exchange, cycler: InstanceCycler, avoid: list[Instance]
+    ) -> Instance | None:
         """The policy's choice among the instances that are up and not in `avoid`."""
+        policy = self.scheduling_policy
+        if policy.by_session:
+            cycler.session = x.session()
         try:
-            choice = self.scheduling_policy.schedule(cycler)
+            choice = policy.schedule(cycler)
             for _ in cycler.up:
                 if choice not in avoid:
                     return choice
-                choice = self.scheduling_policy.schedule(cycler)
+                choice = policy.schedule(cycler)
         except StopIteration:
             return None
         return next((i for i in cycler.up if i not in avoid), None)
@@ -2534,9 +2583,9 @@ class Proxy:
         leg: Leg | None = None
         while len(tried) <= self.retries:
             avoid = [*tried, used] if used else tried
-            instance = self.pick(self.prefill_cycler, avoid)
+            instance = self.pick(x, self.prefill_cycler, avoid)
             if instance is None and used and used not in tried:
-                instance = self.pick(self.prefill_cycler, tried)
+                instance = self.pick(x, self.prefill_cycler, tried)
             if instance is None:
                 break
             leg = x.post(instance, body, x.request_id + IDENTITY, whole=True)
@@ -2571,7 +2620,7 @@ class Proxy:
         leg: Leg | None = None
         extra = x.request_id + x.accepted_coding()
         try:
-            while instance := self.pick(self.decode_cycler, avoid):
+            while instance := self.pick(x, self.decode_cycler, avoid):
                 leg = x.post(instance, body, extra)
                 while not leg.settled:
                     yield
@@ -2594,7 +2643,7 @@ class Proxy:
         failed: list[Instance] = []
         leg: Leg | None = None
         for _ in range(1 + self.retries):
-            pair = self.choose(failed)
+            pair = self.choose(x, failed)
             if pair is None:
                 break
             if leg is not None:
@@ -2608,10 +2657,10 @@ class Proxy:
             raise no_instance("decode" if self.prefill_cycler.up else "prefill")
         yield from self.give(x, leg)
 
-    def choose(self, avoid: list[Instance]) -> "Pair | None":
+    def choose(self, x: Exchange, avoid: list[Instance]) -> Pair | None:
         """The next pair without the instances in `avoid`; None if there is none."""
-        prefill = self.pick(self.prefill_cycler, avoid)
-        decode = self.pick(self.decode_cycler, avoid)
+        prefill = self.pick(x, self.prefill_cycler, avoid)
+        decode = self.pick(x, self.decode_cycler, avoid)
         if prefill is None or decode is None:
             return None
         self.pair_off()
@@ -2939,7 +2988,7 @@ class ProxyServer(Server):
     Args:
         args: needs `model`, `prefill`, `decode` and `port`; what `parse_args`
             knows besides has defaults.
-        scheduling_policy: round robin if None.
+        scheduling_policy: what `args` say, round robin by default, if None.
         create_completion: answers `/v1/completions` instead of the proxy.
         create_chat_completion: answers `/v1/chat/completions` instead.
 
@@ -2963,7 +3012,7 @@ class ProxyServer(Server):
             prefill_instances=prefill,
             decode_instances=args.decode,
             model=args.model,
-            scheduling_policy=scheduling_policy or RoundRobinSchedulingPolicy(),
+            scheduling_policy=scheduling_policy or POLICIES[args.scheduling_policy](),
             custom_create_completion=create_completion,
             custom_create_chat_completion=create_chat_completion,
             retries=args.retries,
@@ -3088,6 +3137,12 @@ def argument_parser() -> argparse.ArgumentParser:
         choices=sorted(CONNECTORS),
         default="auto",
         help="how the KV cache gets from prefill to decode",
+    )
+    parser.add_argument(
+        "--scheduling-policy",
+        choices=sorted(POLICIES),
+        default="round_robin",
+        help="how an instance is chosen for a leg",
     )
     for name, (kind, text) in PUSH_FLAGS.items():
         parser.add_argument(
