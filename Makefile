@@ -2,27 +2,57 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := disagg_proxy.py moriio_proxy.py kv_events_subscriber.py
-CHECKED := $(wildcard $(SOURCES)) tests
+SOURCES := $(wildcard disagg_proxy.py moriio_proxy.py kv_events_subscriber.py)
+CHECKED := $(SOURCES) tests
+SCRIPTS := $(wildcard *.sh) .ci/run
+PIP := xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint e2e clean
+.PHONY: demo test lint soak e2e clean
 
-$(BIN)/.runtime: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python tests/requirements.py | xargs $(BIN)/python -m pip install -q --disable-pip-version-check
-	touch $@
+# Two prefill and two decode engines (simulated), the proxy, one streamed answer.
+# KEEP=1 goes on until Ctrl-C.
+demo: $(BIN)/.runtime
+	@$(BIN)/python tests/demo.py $(if $(KEEP),--keep)
 
-$(BIN)/.dev: $(BIN)/.runtime
-	$(BIN)/python tests/requirements.py dev | xargs $(BIN)/python -m pip install -q --disable-pip-version-check
-	touch $@
+test: lint
+	$(BIN)/python -m pytest
 
+# shellcheck's exceptions are vLLM's.
 lint: $(BIN)/.dev
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy $(CHECKED)
+	$(BIN)/shellcheck -s bash -e SC1091,SC2004,SC2129,SC2155,SC2164 $(SCRIPTS)
+	$(BIN)/python tests/six_numbers.py $(SOURCES)
 
-test: lint
-	$(BIN)/python -m pytest
+# Waits of minutes, hundreds of repetitions.
+soak: $(BIN)/.dev
+	$(BIN)/python -m pytest -m soak
+
+$(BIN)/.runtime: pyproject.toml
+	@echo "Setting up $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	    "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python tests/requirements.py | $(PIP)
+	@touch $@
+
+$(BIN)/.dev: $(BIN)/.runtime
+	@echo "Adding the development packages to $(VENV)"
+	@$(BIN)/python tests/requirements.py dev | $(PIP)
+	@touch $@
+
+# The real engine has its own environment: 2.2 GB. E2E_OPTIONAL=1 passes without it.
+.venv-e2e/.ready: pyproject.toml $(wildcard tests/e2e/*.txt) tests/e2e/install.py
+	$(PYTHON) tests/e2e/install.py .venv-e2e
+	touch $@
+
+e2e:
+	@if $(MAKE) -s --no-print-directory .venv-e2e/.ready; then \
+	    .venv-e2e/bin/python -m pytest --confcutdir=tests/e2e tests/e2e; \
+	elif [ "$(E2E_OPTIONAL)" = 1 ]; then \
+	    echo "e2e: not run, the engine cannot be installed here (see above)"; \
+	else exit 1; fi
 
 clean:
 	rm -rf $(VENV) .venv-e2e .cache
