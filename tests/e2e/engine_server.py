@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import sys
+from multiprocessing import resource_tracker
 
 import vllm.entrypoints.launchers.api_server.entry as api_server
 import vllm.envs
@@ -61,6 +62,9 @@ def main() -> None:
     # An attribute of the module, since the CPU platform resets the variable to spawn,
     # which would import everything twice more per engine.
     vllm.envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
+    # One tracker for all: it removes the shared memory that killed engines leave, and
+    # vLLM, which kills its own children when it ends, does not find it.
+    resource_tracker.ensure_running()
     # The kernel reaps: an engine that died is gone, not a zombie.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     engines = []

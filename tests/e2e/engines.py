@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +146,8 @@ class EngineServer:
     def __init__(self, model: Path, logs: Path) -> None:
         self.logs = logs
         self._model = model
+        # What engines leave behind. Short: it is part of the paths of their sockets.
+        self._scratch = tempfile.TemporaryDirectory(prefix="e2e-")
         with (logs / "engine_server.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "e2e.engine_server"],
@@ -152,7 +155,11 @@ class EngineServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **ENVIRONMENT},
+                env={
+                    **os.environ,
+                    **ENVIRONMENT,
+                    "TMPDIR": self._scratch.name,
+                },
                 start_new_session=True,
                 text=True,
             )
@@ -220,6 +227,7 @@ class EngineServer:
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(STOP_TIMEOUT)
+        self._scratch.cleanup()
 
 
 def nixl(server: EngineServer, name: str, role: str) -> Engine:
