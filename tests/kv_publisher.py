@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -44,6 +45,19 @@ def free_ports(count: int = 1) -> int:
             for port in range(first, first + count):
                 stack.enter_context(socket.create_server((HOST, port)))
             return first
+
+
+def session_members(session: int) -> list[int]:
+    """The processes of a session, zombies included."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == session:
+            members.append(int(path.parent.name))
+    return members
 
 
 # --- Payloads -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from kv_publisher import HOST, free_ports
+from kv_publisher import HOST, free_ports, session_members
 from rig import HANG_GUARD, ROOT, poll
 from stub_vllm import LAST_WORDS
 
@@ -34,19 +34,6 @@ def command(directory: Path, name: str, *words: str) -> None:
     quoted = " ".join(f"'{word}'" for word in words)
     path.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
     path.chmod(0o755)
-
-
-def processes(session: int) -> list[str]:
-    """Every process of a session, zombies included."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(text.rpartition(")")[2].split()[3]) == session:
-            found.append(text)
-    return found
 
 
 class Run:
@@ -120,14 +107,14 @@ class Run:
     def finish(self) -> tuple[int, str, str]:
         """Its status, output and errors; nothing of it may be left."""
         out, err = self._process.communicate(timeout=PATIENCE)
-        poll(lambda: not processes(self.pid), "no process is left")
+        poll(lambda: not session_members(self.pid), "no process is left")
         assert list(self.temporary.iterdir()) == []
         return self._process.returncode, out, err
 
     def close(self) -> None:
         """Kills what a failed test has left."""
-        for stat in processes(self.pid):
-            os.kill(int(stat.split()[0]), signal.SIGKILL)
+        for pid in session_members(self.pid):
+            os.kill(pid, signal.SIGKILL)
         self._process.communicate()
         if self._reports is not None:
             self._reports.close()
