@@ -339,7 +339,10 @@ class RequestHead:
             raise ProxyError(414, "The request target is too long")
         if len(lines) + len(self.owned) > MAX_HEADERS:
             raise ProxyError(431, "Too many header fields")
-        if b"content-type" in self.owned:
+        self.content_type = self.owned.get(b"content-type", b"")
+        if self.owned.get(b"expect", b"100-continue").lower() != b"100-continue":
+            raise ProxyError(417, "Only 100-continue can be expected")
+        if self.content_type:
             lines.append(b"Content-Type: " + self.owned[b"content-type"])
         # The lines that every leg gets.
         self.forwarded = CRLF.join([*lines, b""])
@@ -426,13 +429,14 @@ class ResponseHead:
         self.status: int = parser.get_status_code()
         modern = parser.get_http_version() == "1.1"
         lines, owned, _ = split_fields(raw, OWNED_RESPONSE)
-        # Whether the engine will take another request on this connection.
-        self.keep_alive = keeps_alive(owned, modern)
         self.dated = any(line[:5].lower() == b"date:" for line in lines)
         # Status line and fields for the client, but for those of its connection.
         start = b"HTTP/1.1" + raw[8 : raw.index(CRLF)]
         self.relayed = CRLF.join([start, *lines, b""])
         self._framing(owned)
+        # Whether the engine will take another request on this connection.
+        ends = self.chunked or self.length is not None or self.status in (204, 304)
+        self.reusable = ends and keeps_alive(owned, modern)
         # Whether all a client of HTTP/1.1 has to be told is in `relayed_whole`.
         self.common = self.dated and self.status not in (204, 304)
         self.relayed_whole = self.relayed + framing_field(self.length)
@@ -775,9 +779,6 @@ class Script:
     The callback that has the news resumes it directly: no task, no future.
     """
 
-    # Whether its legs count as an instance's requests in flight.
-    counts = True
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.steps: Steps | None = None
@@ -836,19 +837,6 @@ class Leg:
 
     """
 
-    head: ResponseHead | None = None
-    framing: Framing | None = None
-    size = 0
-    # Whether the request was handed to a connection.
-    begun = False
-    settled = done = paused = False
-    failure: Failure | None = None
-    # Takes the body as it comes, once the client's answer has begun.
-    sink: Callable[[bytes], None] | None = None
-    connection: "EngineConnection | None" = None
-    connecting: asyncio.Task[None] | None = None
-    deadline = math.inf
-
     def __init__(
         self,
         owner: Script,
@@ -866,12 +854,21 @@ class Leg:
         self.whole = whole
         self.raw = raw
         self.to_head = to_head
+        self.head: ResponseHead | None = None
+        # The answer's status; 0 when there is none.
+        self.status = 0
+        self.framing: Framing | None = None
         self.pieces: list[bytes] = []
-
-    @property
-    def status(self) -> int:
-        """The answer's status; 0 when there is none."""
-        return self.head.status if self.head else 0
+        self.size = 0
+        # Whether the request was handed to a connection.
+        self.begun = False
+        self.settled = self.done = self.paused = False
+        self.failure: Failure | None = None
+        # Takes the body as it comes, once the client's answer has begun.
+        self.sink: Callable[[bytes], None] | None = None
+        self.connection: EngineConnection | None = None
+        self.connecting: asyncio.Task[None] | None = None
+        self.deadline = math.inf
 
     def body(self) -> bytes:
         """What has come of the body and was not given to a sink."""
@@ -918,11 +915,6 @@ class Leg:
         if not self.done:
             self.done = True
             self._leave()
-
-    def finish(self) -> None:
-        """The answer is whole."""
-        self.done = True
-        self.instance.leave(self)
 
     def _leave(self) -> None:
         self.instance.leave(self)
@@ -971,12 +963,14 @@ class EngineConnection(asyncio.Protocol):
             # Nobody asked for these bytes, so nobody gets them.
             self.transport.abort()
             return
+        framing = leg.framing
         try:
-            if leg.framing is None:
+            if framing is None:
                 data = self._head(leg, data)
-                if leg.framing is None:
+                framing = leg.framing
+                if framing is None:
                     return
-            piece = leg.framing.feed(data)
+            piece = framing.feed(data)
         except (MalformedAnswer, ValueError) as err:
             logger.warning("%s: malformed answer: %s", self.instance, err)
             leg.fail(Failure.MALFORMED)
@@ -984,16 +978,16 @@ class EngineConnection(asyncio.Protocol):
         if leg.sink is not None:
             if piece:
                 leg.sink(piece)
-            if leg.framing.done:
+            if framing.done:
                 self._complete(leg)
                 leg.owner.resume()
             return
         if piece:
             leg.pieces.append(piece)
-            leg.size += len(piece)
-        if leg.framing.done:
+        if framing.done:
             self._complete(leg)
         elif leg.whole and leg.status == 200:
+            leg.size += len(piece)
             if leg.size > MAX_HAND_OVER_BYTES:
                 leg.fail(Failure.TOO_LARGE)
             return
@@ -1020,43 +1014,44 @@ class EngineConnection(asyncio.Protocol):
     def _head(self, leg: Leg, data: bytes) -> bytes:
         """Takes bytes up to the end of the head; returns what follows it."""
         if self.buffer:
-            data = self.buffer + data
-        while True:
-            end = data.find(b"\r\n\r\n") + 4
-            if end < 4 or end > MAX_HEAD_BYTES:
-                if len(data) > MAX_HEAD_BYTES:
-                    raise MalformedAnswer("the head is too long")
-                self.buffer = data
-                return b""
-            head, data = parse_response_head(data[:end]), data[end:]
-            if head.status >= 200:
-                break  # The rest are interim answers, RFC 9110 section 15.2.
-        self.buffer = b""
-        leg.head = head
-        if head.status >= 500:
-            leg.instance.failures["5xx"] += 1
+            data, self.buffer = self.buffer + data, b""
+        end = data.find(b"\r\n\r\n") + 4
+        if end < 4 or end > MAX_HEAD_BYTES:
+            if len(data) > MAX_HEAD_BYTES:
+                raise MalformedAnswer("the head is too long")
+            self.buffer = data
+            return b""
+        head, data = parse_response_head(data[:end]), data[end:]
+        status = head.status
+        if status < 200:
+            return self._head(leg, data)  # Interim, RFC 9110 section 15.2.
+        leg.head, leg.status = head, status
+        if status >= 500:
+            self.instance.failures["5xx"] += 1
+        raw = leg.raw
         if not leg.whole:
             leg.deadline = math.inf
-        raw = leg.raw and not (leg.whole and head.status == 200)
+        elif status == 200:
+            raw = False
         leg.framing = response_framing(head, leg.to_head, raw)
         return data
 
     def _complete(self, leg: Leg) -> None:
         """The answer is whole: the connection goes back to the pool, or closes."""
-        head, framing = leg.head, leg.framing
+        head, framing, transport = leg.head, leg.framing, self.transport
         assert head is not None and framing is not None
-        leg.go_on()
+        if leg.paused:
+            leg.go_on()
         self.leg = leg.connection = None
-        leg.finish()
-        unsent = len(leg.sent) > SMALL_BODY_BYTES and (
-            self.transport.get_write_buffer_size()
-        )
-        closes = isinstance(framing, UntilClose) or not head.keep_alive
-        if unsent or closes or framing.extra:
-            self.transport.abort()
-        else:
+        leg.done = True
+        self.instance.leave(leg)
+        # An engine may answer before it has read all of a large request.
+        unsent = len(leg.sent) > SMALL_BODY_BYTES and transport.get_write_buffer_size()
+        if head.reusable and not unsent and not framing.extra:
             self.used = True
             self.instance.keep(self)
+        else:
+            transport.abort()
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -1103,17 +1098,23 @@ class Instance:
         self.state = State.DOWN
         self.reason: str | None = "not checked yet"
         self.since = time.time()
-        self.in_flight = 0
         # How many legs failed, by kind.
         self.failures: Counter[str] = Counter()
         self.idle: dict[EngineConnection, None] = {}
+        # Requests it is working on; apart from them, probes and model checks.
         self.legs: set[Leg] = set()
+        self.probes: set[Leg] = set()
         self.watch: Watch | None = None
         # IP addresses of the host; looked up again after it was down.
         self.resolved: list[str] = []
 
     def __str__(self) -> str:
         return self.address
+
+    @property
+    def in_flight(self) -> int:
+        """Requests it is working on."""
+        return len(self.legs)
 
     def mark(self, state: State, reason: str | None = None) -> None:
         """Changes the state: one log line per change."""
@@ -1138,13 +1139,12 @@ class Instance:
             leg: what to send.
             timeout: seconds until the first byte of the answer, or until all of
                 it for a leg that is settled whole.
-            fresh: do not use an idle connection.
+            fresh: it is a probe, on a connection of its own.
 
         """
         loop = leg.owner.loop
         now = loop.time()
-        self.legs.add(leg)
-        self.in_flight += leg.owner.counts
+        (self.probes if fresh else self.legs).add(leg)
         leg.deadline = now + timeout
         while self.idle and not fresh:
             connection, _ = self.idle.popitem()
@@ -1193,11 +1193,10 @@ class Instance:
 
     def leave(self, leg: Leg) -> None:
         """A leg is over, however it ended."""
-        if leg in self.legs:
-            self.legs.remove(leg)
-            self.in_flight -= leg.owner.counts
-            if self.state is State.DRAINING and not self.in_flight:
-                self.cycler.forget(self)
+        self.legs.discard(leg)
+        self.probes.discard(leg)
+        if self.state is State.DRAINING and not self.legs:
+            self.cycler.forget(self)
 
     def keep(self, connection: EngineConnection) -> None:
         """Takes a connection back for the next leg."""
@@ -1208,7 +1207,7 @@ class Instance:
         """Drops what has waited too long."""
         for connection in [c for c in self.idle if c.deadline <= now]:
             connection.transport.abort()
-        for leg in [leg for leg in self.legs if leg.deadline <= now]:
+        for leg in [leg for leg in self.legs | self.probes if leg.deadline <= now]:
             leg.fail(Failure.TIMEOUT)
 
     def close(self) -> None:
@@ -1226,13 +1225,12 @@ class InstanceCycler:
     can be chosen; `session` whose request it is, for a policy that wants to know.
     """
 
-    session = b""
-
     def __init__(self, role: str) -> None:
         self.role = role
         self.instances: list[Instance] = []
         self.up: list[Instance] = []
         self.turn = 0
+        self.session = b""
 
     def __iter__(self) -> Iterator[Instance]:
         return self
@@ -1336,8 +1334,6 @@ Learn = Callable[[Script, Instance], Generator[None, None, str | None]]
 
 class Watch(Script):
     """Probes one instance for as long as it is known."""
-
-    counts = False
 
     def __init__(
         self,
@@ -1477,7 +1473,10 @@ class ClientConnection(asyncio.Protocol):
                 self._incomplete(data)
                 return
             head, length = read_request_head(data[:end])
-            self.handler = self.service.admit(head, length)
+            if length > self.service.max_body:
+                raise self.service.too_large()
+            route = self.service.proxy.route
+            self.handler = route(head.method, head.target, head.content_type)
         except ProxyError as err:
             self.refuse(err)
             return
@@ -1611,19 +1610,18 @@ class ClientConnection(asyncio.Protocol):
 class Exchange(Script):
     """One request and its one answer."""
 
-    # Whether the client has seen a byte of the answer.
-    begun = False
-    # The leg whose answer is being passed on.
-    feeding: Leg | None = None
-    # What a custom callable waits for while the client is slow.
-    drained: asyncio.Future[None] | None = None
-
     def __init__(self, client: ClientConnection, head: RequestHead, body: bytes):
         super().__init__(client.service.loop)
         self.client = client
         self.head = head
         self.body = body
         self.keep_alive = head.keep_alive
+        # Whether the client has seen a byte of the answer.
+        self.begun = False
+        # The leg whose answer is being passed on.
+        self.feeding: Leg | None = None
+        # What a custom callable waits for while the client is slow.
+        self.drained: asyncio.Future[None] | None = None
         # Header lines that all legs share.
         key = client.service.engine_key or head.owned.get(b"authorization")
         line = b"Authorization: %s\r\n" % key if key else b""
@@ -1840,21 +1838,6 @@ class Service:
         self.empty = self.loop.create_future()
         key = os.environ.get("OPENAI_API_KEY", "")
         self.engine_key = f"Bearer {key}".encode() if key else b""
-
-    def admit(self, head: RequestHead, length: int) -> Handler:
-        """Finds who answers a request, before its body is read.
-
-        Raises:
-            ProxyError: it is refused.
-
-        """
-        if length > self.max_body:
-            raise self.too_large()
-        expect = head.owned.get(b"expect")
-        if expect is not None and expect.lower() != b"100-continue":
-            raise ProxyError(417, "Only 100-continue can be expected")
-        media_type = head.owned.get(b"content-type", b"")
-        return self.proxy.route(head.method, head.target, media_type)
 
     def too_large(self) -> ProxyError:
         return ProxyError(413, f"The body is larger than {self.max_body} bytes")
@@ -2076,9 +2059,9 @@ class AutoConnector(Connector):
         blocks = bytes(found.remote_block_ids)
         if blocks[:1] != b"[" or not blocks.strip(b"[], \t\r\n"):
             raise bad_hand_over(prefill, "a hand-over without block ids")
-        for name in ("remote_engine_id", "remote_request_id", "remote_port"):
-            if getattr(found, name) in (NULL, EMPTY):
-                raise bad_hand_over(prefill, f"a hand-over without {name}")
+        needed = (found.remote_engine_id, found.remote_request_id, found.remote_port)
+        if NULL in needed or EMPTY in needed:
+            raise bad_hand_over(prefill, "a hand-over that lacks a coordinate")
         host = decode_any(found.remote_host) or ""
         if not isinstance(host, str):
             raise bad_hand_over(prefill, "a hand-over with a malformed remote_host")
@@ -2334,8 +2317,6 @@ class Release(Script):
     the engine sees the end of the connection before the end of the body.)
     """
 
-    counts = False
-
     def __init__(self, proxy: "Proxy", params: Raw, x: Exchange) -> None:
         super().__init__(x.loop)
         key = x.client.service.engine_key or x.head.owned.get(b"authorization", b"")
@@ -2434,7 +2415,8 @@ class Proxy:
         self.custom_create_chat_completion = custom_create_chat_completion
         self.connector = connector or AutoConnector()
         self.allow_engine_control = allow_engine_control
-        self.pairs = 0
+        # Requests until P and D have met in all the ways they would by themselves.
+        self.left_of_round = self.rounds = 0
         # Clients ask for the same few routes again and again.
         self.route = functools.lru_cache(maxsize=256)(self.find_route)
         # POST routes whose JSON body is checked before it is read.
@@ -2493,20 +2475,24 @@ class Proxy:
             cycler.session = x.session()
         try:
             choice = policy.schedule(cycler)
+            if choice not in avoid:
+                return choice
             for _ in cycler.up:
+                choice = policy.schedule(cycler)
                 if choice not in avoid:
                     return choice
-                choice = policy.schedule(cycler)
         except StopIteration:
             return None
         return next((i for i in cycler.up if i not in avoid), None)
 
     def pair_off(self) -> None:
         """Shifts D's rotation once P and D have met in all the ways they would."""
-        ups = len(self.prefill_cycler.up), len(self.decode_cycler.up)
-        if self.pairs and self.pairs % (math.lcm(*ups) or 1) == 0:
-            self.decode_cycler.turn += 1
-        self.pairs += 1
+        if self.left_of_round == 0:
+            ups = len(self.prefill_cycler.up), len(self.decode_cycler.up)
+            self.left_of_round = math.lcm(*ups) or 1
+            self.decode_cycler.turn += self.rounds > 0
+            self.rounds += 1
+        self.left_of_round -= 1
 
     # Two legs.
 

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """`--scheduling-policy`: which instance a leg goes to."""
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -10,6 +11,8 @@ from rig import Cluster
 from disagg_proxy import (
     InstanceCycler,
     LeastLoadedSchedulingPolicy,
+    Leg,
+    Script,
     SessionSchedulingPolicy,
     State,
 )
@@ -28,8 +31,12 @@ def cycler(count: int) -> InstanceCycler:
 
 def test_least_loaded_takes_the_fewest_requests_in_flight() -> None:
     instances, policy = cycler(3), LeastLoadedSchedulingPolicy()
+    loop = asyncio.new_event_loop()
     for instance, load in zip(instances.instances, (2, 1, 3)):
-        instance.in_flight = load
+        for _ in range(load):
+            leg = Leg(Script(loop), instance, b"", b"", whole=True, raw=False)
+            instance.legs.add(leg)
+    loop.close()
     chosen = {policy.schedule(instances) for _ in range(6)}
     assert chosen == {instances.instances[1]}
 
