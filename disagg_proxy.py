@@ -24,8 +24,8 @@ A request, in order:
 5. The decode instance's status, headers and body bytes go to the client as
    they come, read no faster than the client takes them.
 6. What fails before the client has seen a byte is tried again elsewhere, under
-   the rules of `DisaggregatedRequest`; after that the connection is cut, so
-   that an incomplete answer never looks complete.
+   the rules of `Proxy.serial`; after that the connection is cut, so that an
+   incomplete answer never looks complete.
 
 Differences from vLLM's `disagg_proxy_demo.py`: the hand-over is made and
 passed on, errors keep their status, connections are kept, a client that leaves
@@ -2196,9 +2196,10 @@ CONNECTORS: dict[str, type[Connector]] = {
 
 # --- Prefill and decode ---------------------------------------------------------------
 
+# P's answer is read here, not by the client.
+IDENTITY = b"Accept-Encoding: identity\r\n"
 # Removed from the P leg: what a one-token answer cannot have, or would reject.
 # The rest may shape the prompt, which has to be the same on both legs.
-IDENTITY = b"Accept-Encoding: identity\r\n"
 NOT_FOR_PREFILL = words(
     "best_of echo logprobs min_completion_tokens min_tokens prompt_logprobs stop "
     "stop_token_ids stream_options top_logprobs"
