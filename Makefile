@@ -7,7 +7,7 @@ CHECKED := $(SOURCES) tests
 SCRIPTS := $(wildcard *.sh) .ci/run
 PIP := xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint soak e2e clean
+.PHONY: demo test lint soak docs e2e clean
 
 # Two prefill and two decode engines (simulated), the proxy, one streamed answer.
 # KEEP=1 goes on until Ctrl-C.
@@ -28,6 +28,10 @@ lint: $(BIN)/.dev
 # Waits of minutes, hundreds of repetitions.
 soak: $(BIN)/.dev
 	$(BIN)/python -m pytest -m soak
+
+# Writes the tables of README.md and tests/README.md anew.
+docs: $(BIN)/.dev
+	$(BIN)/python tests/docs.py
 
 $(BIN)/.runtime: pyproject.toml
 	@echo "Setting up $(VENV)"

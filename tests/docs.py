@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The parts of the documentation that are made from the code: `make docs`.
+
+A part stands between two comments, `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
+`test_docs.py` fails when one is not what would be written now.
+"""
+
+import argparse
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+sys.path.insert(0, str(ROOT))
+
+import disagg_proxy  # noqa: E402
+
+# --- Parts ----------------------------------------------------------------------------
+
+
+def replaced(text: str, name: str, part: str) -> str:
+    """`text` with another part of that name.
+
+    Raises:
+        ValueError: there is not exactly one.
+
+    """
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    before, after_begin = text.split(begin)
+    _, after = after_begin.split(end)
+    return f"{before}{begin}\n{part}\n{end}{after}"
+
+
+def table(heads: list[str], rows: Iterable[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+# --- Flags ----------------------------------------------------------------------------
+
+
+def flag_rows(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
+    """Flag, default and meaning of each option of a parser but `--help`.
+
+    Not from the text of `--help`: its layout differs between Python versions.
+    """
+    for action in parser._actions:
+        if "--help" not in action.option_strings:
+            meaning = action.help or ""
+            if action.choices:
+                meaning += ": " + ", ".join(f"`{each}`" for each in action.choices)
+            yield [f"`{spelled(action)}`", default(action), meaning]
+
+
+def spelled(action: argparse.Action) -> str:
+    """An option as it is written on the command line."""
+    names = ", ".join(action.option_strings)
+    if action.nargs == 0:
+        return names
+    value = str(action.metavar or action.dest.rpartition("_")[2].upper())
+    return f"{names} {value}{' ...' if action.nargs == '+' else ''}"
+
+
+def default(action: argparse.Action) -> str:
+    """What holds where an option is not given."""
+    value = action.default
+    if action.required or value == []:
+        return "required"
+    if value is None or value is False:
+        return ""
+    return f"`{value:.0f}`" if isinstance(value, float) else f"`{value}`"
+
+
+def flags() -> str:
+    """The table of the proxy's flags."""
+    rows = flag_rows(disagg_proxy.argument_parser())
+    return table(["flag", "default", "meaning"], rows)
+
+
+# --- Limits ---------------------------------------------------------------------------
+
+
+def limit_rows(source: str) -> Iterator[list[str]]:
+    """Name, value and meaning of the constants in the section of the limits.
+
+    The meaning is the comment above a constant, or above the one before it. What the
+    environment sets is no constant.
+    """
+    _, _, section = source.partition("# --- Limits and timeouts ")
+    comment: list[str] = []
+    started = False
+    for line in section.partition("\n# --- ")[0].splitlines()[1:]:
+        name, equals, expression = line.partition(" = ")
+        if line.startswith("# "):
+            comment = [*(comment if started else []), line[2:]]
+        started = line.startswith("# ")
+        value = getattr(disagg_proxy, name, None) if equals else None
+        if isinstance(value, int | float) and "environ" not in expression:
+            meaning = " ".join(comment)
+            yield [f"`{name}`", measure(value, "bytes" in meaning.lower()), meaning]
+
+
+def measure(value: float, in_bytes: bool) -> str:
+    """A limit with its unit; seconds are floats."""
+    if isinstance(value, float):
+        return f"{value:g} s"
+    for power, unit in ((20, "MiB"), (10, "KiB")):
+        if in_bytes and value % (1 << power) == 0:
+            return f"{value >> power} {unit}"
+    return str(value)
+
+
+def limits() -> str:
+    """The table of the proxy's limits."""
+    source = Path(disagg_proxy.__file__).read_text()
+    return table(["constant", "value", "meaning"], limit_rows(source))
+
+
+# --- Bug reports and their tests ------------------------------------------------------
+
+
+def collected() -> list[str]:
+    """The ids of all tests: `tests/test_x.py::test_y[z]`.
+
+    Those with the real engine cannot be imported without it; theirs are read.
+
+    Raises:
+        CalledProcessError: a module cannot be imported.
+
+    """
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+    markers = ["-m", "soak or not soak", "-p", "no:cacheprovider"]
+    listed = subprocess.run(
+        [*command, *markers], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    here = [line for line in listed.stdout.splitlines() if "::" in line]
+    return [*here, *with_the_real_engine()]
+
+
+def with_the_real_engine() -> Iterator[str]:
+    """The ids of the tests in `e2e/`."""
+    for path in sorted((TESTS / "e2e").glob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                yield f"{path.relative_to(ROOT)}::{node.name}"
+
+
+def bugs_of(test: str) -> Iterator[tuple[str, str]]:
+    """Yields the ids that a test has, and what it is called in the table.
+
+    An id stands in the name of the function (`test_b05_...`), or begins a
+    parametrize id (`test_x[b05_...]`).
+    """
+    path, _, name = test.partition("::")
+    function, _, parameters = name.partition("[")
+    for word in function.split("_"):
+        if is_bug(word):
+            yield word, f"{path}::{function}"
+    for parameter in parameters.rstrip("]").split("-"):
+        word = parameter.partition("_")[0]
+        if is_bug(word):
+            yield word, f"{path}::{function}[{word}_...]"
+
+
+def is_bug(word: str) -> bool:
+    """Whether it is an id in lower case."""
+    return len(word) == 3 and word[0] == "b" and word[1:].isdigit()
+
+
+def bugs(tests: Iterable[str]) -> str:
+    """The table id → tests."""
+    named: dict[str, dict[str, None]] = defaultdict(dict)
+    for test in tests:
+        for bug, name in bugs_of(test):
+            named[bug][name.removeprefix("tests/")] = None
+    rows = ([bug.upper(), cell(list(named[bug]))] for bug in sorted(named))
+    return table(["report", "tests"], rows)
+
+
+def cell(names: list[str]) -> str:
+    """Tests of one report, by module."""
+    modules: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        module, _, function = name.partition("::")
+        modules[module].append(f"`{function}`")
+    return "<br>".join(
+        f"{module}: {', '.join(functions)}" for module, functions in modules.items()
+    )
+
+
+# --- Files ----------------------------------------------------------------------------
+
+
+def documents(tests: Iterable[str]) -> Iterator[tuple[Path, str]]:
+    """Yields each document and the text it should have."""
+    readme = ROOT / "README.md"
+    text = replaced(readme.read_text(), "flags", flags())
+    yield readme, replaced(text, "limits", limits())
+    index = TESTS / "README.md"
+    yield index, replaced(index.read_text(), "bugs", bugs(tests))
+
+
+def main() -> None:
+    """Writes the documents."""
+    for path, text in documents(collected()):
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the READMEs say: tables in step with the code, names that exist, code that runs.
+
+Where a table is out of step: `make docs`.
+"""
+
+import json
+import shlex
+from pathlib import Path
+
+import docs
+import pytest
+from rig import COMPLETIONS, ROOT, Cluster, End
+
+import disagg_proxy
+
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = ("README.md", "tests/README.md")
+
+
+@pytest.fixture(scope="module")
+def tests() -> list[str]:
+    """The ids of all tests."""
+    return docs.collected()
+
+
+def blocks(kind: str) -> list[str]:
+    """The fenced blocks of the README of one kind."""
+    parts = README.split(f"```{kind}\n")[1:]
+    return [part.partition("```")[0] for part in parts]
+
+
+# --- In step --------------------------------------------------------------------------
+
+
+def test_the_tables_are_what_the_code_says(tests: list[str]) -> None:
+    for path, text in docs.documents(tests):
+        assert path.read_text() == text, "run `make docs`"
+
+
+def test_an_id_is_found_in_names_and_in_parametrize_ids() -> None:
+    names = [
+        "tests/test_a.py::test_b07_x",
+        "tests/test_a.py::test_b07_x[one]",
+        "tests/test_a.py::test_y[b08_z-b07_w-2]",
+        "tests/test_b.py::test_without[b1-bxx_]",
+    ]
+    assert docs.bugs(names) == (
+        "| report | tests |\n"
+        "| --- | --- |\n"
+        "| B07 | test_a.py: `test_b07_x`, `test_y[b07_...]` |\n"
+        "| B08 | test_a.py: `test_y[b08_...]` |\n"
+    )
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, without what Markdown puts around them."""
+    for mark in ("<br>", *"`;,:|()"):
+        text = text.replace(mark, " ")
+    return text.split()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_test_that_is_named_exists(document: str, tests: list[str]) -> None:
+    functions = {test.partition("::")[2].partition("[")[0] for test in tests}
+    text = words((ROOT / document).read_text())
+    named = {word.partition("[")[0] for word in text if word.startswith("test_")}
+    named = {name for name in named if not name.endswith((".py", "*"))}
+    assert named
+    assert named <= functions
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_that_is_named_exists(document: str) -> None:
+    text = words((ROOT / document).read_text())
+    named = {word for word in text if word.endswith((".py", ".md", ".toml"))}
+    upstream = {"disagg_proxy_demo.py"}
+    places = ROOT, ROOT / "tests"
+    assert named
+    for name in named - upstream:
+        assert "*" in name or any((place / name).is_file() for place in places), name
+
+
+# --- Commands -------------------------------------------------------------------------
+
+
+def test_every_make_target_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text().splitlines()
+    targets = {line.partition(":")[0] for line in makefile if line[:1].isalpha()}
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text().replace("`make ", "\n    make ")
+        lines = [words(line) for line in text.splitlines()]
+        called = {line[1] for line in lines if line[:1] == ["make"]}
+        assert called
+        assert called <= targets
+
+
+def test_every_proxy_command_is_accepted() -> None:
+    lines = README.replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line) for line in lines if "disagg_proxy.py --" in line]
+    assert commands
+    for python, script, *arguments in commands:
+        assert (python, script) == (".venv/bin/python", "disagg_proxy.py")
+        args = disagg_proxy.argument_parser().parse_args(arguments)
+        disagg_proxy.ProxyServer(args)
+
+
+def test_every_engine_command_has_a_kv_transfer_config() -> None:
+    lines = README.replace("\\\n", " ").replace(",\n", ",").splitlines()
+    commands = [shlex.split(line) for line in lines if "vllm serve MODEL" in line]
+    assert commands
+    for command in commands:
+        at = command.index("--kv-transfer-config")
+        config = json.loads(command[at + 1])
+        assert config["kv_role"] in {"kv_producer", "kv_consumer", "kv_both"}
+        assert config["kv_connector"] in {"NixlConnector", "ExampleConnector"}
+
+
+# --- Code -----------------------------------------------------------------------------
+
+
+def written(directory: Path, number: int) -> Path:
+    """A Python block of the README, as a script."""
+    path = directory / "my_proxy.py"
+    path.write_text(blocks("python")[number])
+    return path
+
+
+ENV = {"PYTHONPATH": str(ROOT)}
+
+
+def test_the_policy_in_the_readme_runs(tmp_path: Path) -> None:
+    script = written(tmp_path, 0)
+    with Cluster(2, 2, script=script, env=ENV) as cluster:
+        for _ in range(4):
+            assert cluster.post(COMPLETIONS, {"prompt": "a"}).status == 200
+        counts = [len(engine.requests) for engine in cluster.engines]
+        assert counts == [4, 0, 4, 0]
+
+
+def test_the_callable_in_the_readme_runs(tmp_path: Path) -> None:
+    script = written(tmp_path, 1)
+    with Cluster(script=script, env=ENV) as cluster:
+        response = cluster.post(COMPLETIONS, {"prompt": "two words"})
+        assert (response.status, response.end) == (200, End.COMPLETE)
+        assert response.body == b"data: two\n\ndata: words\n\n"
+        assert not any(engine.requests for engine in cluster.engines)
