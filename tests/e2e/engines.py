@@ -47,6 +47,9 @@ PORT_RANGE = range(20000, 32000)
 # Lines of a log that are shown when something fails.
 LOG_TAIL = 40
 
+# Seconds; vLLM's own default.
+LEASE = 30
+
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 
 # Taken over by every engine. Two cores: one thread per engine, not pinned.
@@ -93,6 +96,7 @@ class Engine:
         self.pid = pid
         self.log = log
         self.address = (HOST, port)
+        self.port = port
         self.instance = f"{HOST}:{port}"
         self._exited = os.pidfd_open(pid)
 
@@ -125,10 +129,10 @@ class Engine:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL:])
 
-    def stop(self) -> None:
+    def stop(self, first: signal.Signals = signal.SIGTERM) -> None:
         """Ends the whole process group: API server, engine core and worker."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGTERM)
+            os.killpg(self.pid, first)
             select.select([self._exited], [], [], STOP_TIMEOUT)
             os.killpg(self.pid, signal.SIGKILL)
         os.close(self._exited)
@@ -169,6 +173,7 @@ class EngineServer:
         name: str,
         kv_transfer: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
+        port: int | None = None,
     ) -> Engine:
         """Forks an engine. It is not ready yet: see `Engine.ready`.
 
@@ -176,9 +181,10 @@ class EngineServer:
             name: of the engine and its log.
             kv_transfer: value of `--kv-transfer-config`; None for a plain engine.
             env: additional environment variables.
+            port: to listen on; None for any.
 
         """
-        port = free_port()
+        port = port or free_port()
         args = self._arguments(port)
         if kv_transfer is not None:
             args.append(f"--kv-transfer-config={json.dumps(kv_transfer)}")
@@ -230,21 +236,31 @@ class EngineServer:
         self._scratch.cleanup()
 
 
-def nixl(server: EngineServer, name: str, role: str) -> Engine:
+def nixl(
+    server: EngineServer,
+    name: str,
+    role: str,
+    lease: int = LEASE,
+    port: int | None = None,
+) -> Engine:
     """Starts an engine with NIXL pull.
 
     Args:
         server: forks it.
         name: of the engine and its log.
         role: "kv_producer" (prefill) or "kv_consumer" (decode).
+        lease: seconds for which prefill keeps the blocks of a hand-over.
+        port: to listen on; None for any.
 
     """
     config = {
         "kv_connector": "NixlConnector",
         "kv_role": role,
         "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"kv_lease_duration": lease},
     }
-    return server.start(name, config, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())})
+    env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    return server.start(name, config, env, port)
 
 
 def example(server: EngineServer, name: str, storage: Path) -> Engine:
