@@ -2705,9 +2705,21 @@ class Proxy:
             "decode_node_count": len(decode),
             "prefill_nodes": [i.address for i in prefill],
             "decode_nodes": [i.address for i in decode],
-            "instances": [describe(i) for i in (*prefill, *decode)],
+            "instances": [self.describe(i) for i in (*prefill, *decode)],
         }
         x.answer(200, encode_json(report))
+
+    def describe(self, instance: Instance) -> dict[str, object]:
+        """An instance as `/status` shows it."""
+        return {
+            "instance": instance.address,
+            "role": instance.cycler.role,
+            "state": instance.state,
+            "reason": instance.reason,
+            "since": round(instance.since, 3),
+            "in_flight": instance.in_flight,
+            "failures": instance.failures,
+        }
 
     def add_instance(self, x: Exchange) -> Steps:
         """Upstream's `POST /instances/add`, with its statuses and bodies."""
@@ -2790,19 +2802,6 @@ class Proxy:
 
 
 RETRIED = (Failure.REFUSED, Failure.CONNECT_TIMEOUT, Failure.RESET)
-
-
-def describe(instance: Instance) -> dict[str, object]:
-    """An instance as `/status` shows it."""
-    return {
-        "instance": instance.address,
-        "role": instance.cycler.role,
-        "state": instance.state,
-        "reason": instance.reason,
-        "since": round(instance.since, 3),
-        "in_flight": instance.in_flight,
-        "failures": instance.failures,
-    }
 
 
 def check_stream_options(members: Members) -> None:
