@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard disagg_proxy.py moriio_proxy.py kv_events_subscriber.py)
 CHECKED := $(SOURCES) tests
 SCRIPTS := $(wildcard *.sh) .ci/run
-PIP := xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := xargs $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo test lint soak docs e2e clean
 
