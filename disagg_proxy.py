@@ -1970,6 +1970,12 @@ def read_hand_over(answer: bytes) -> tuple[Raw, HandOver]:
         return params, HandOver(**{name: found[name] for name in known})
 
 
+def names_blocks(block_ids: Raw) -> bool:
+    """Whether `remote_block_ids` is a list that names any block."""
+    blocks = bytes(block_ids)
+    return blocks[:1] == b"[" and blocks.strip(b"[], \t\r\n") != b""
+
+
 def bad_hand_over(instance: Instance, what: str) -> ProxyError:
     return ProxyError(502, f"Prefill instance {instance} answered with {what}")
 
@@ -2056,8 +2062,7 @@ class AutoConnector(Connector):
         return self._checked(prefill, params, hand_over)
 
     def _checked(self, prefill: Instance, params: Raw, found: HandOver) -> Raw:
-        blocks = bytes(found.remote_block_ids)
-        if blocks[:1] != b"[" or not blocks.strip(b"[], \t\r\n"):
+        if not names_blocks(found.remote_block_ids):
             raise bad_hand_over(prefill, "a hand-over without block ids")
         needed = (found.remote_engine_id, found.remote_request_id, found.remote_port)
         if NULL in needed or EMPTY in needed:
@@ -3193,13 +3198,17 @@ def parse_args() -> argparse.Namespace:
     return argument_parser().parse_args()
 
 
-def main() -> None:
-    args = parse_args()
+def configure_logging(level: str) -> None:
     logging.basicConfig(
-        level=args.log_level.upper(),
+        level=level.upper(),
         format="%(asctime)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+
+
+def main() -> None:
+    args = parse_args()
+    configure_logging(args.log_level)
     try:
         server = ProxyServer(args)
     except ValueError as err:
