@@ -1,0 +1,522 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Prefill/decode proxy for vLLM's MoRIIO connector.
+
+    engines ──ZMQ, every 3 s: role, addresses, sizes──▶ :36367 ┐
+    client ─────────────────POST──────────────────────▶ :10001 proxy
+                                     prefill, rank r ◀──P leg──┤
+                                     decode, rank s ◀───D leg──┘
+
+    python3 moriio_proxy.py
+
+In READ mode D reads the blocks that P's answer names, so P comes first. In WRITE
+mode P writes into the blocks of the D that waits for it, so both legs run at once.
+The engines find each other by the addresses in the request id.
+
+Differences from vLLM's `moriio_toy_proxy_server.py`, besides those that
+`disagg_proxy.py` names: engines that fall silent leave, D has a rank of its own and
+the client's token limit, P neither stops at an end of sequence (it would hand
+nothing over) nor sees the client's stop conditions.
+
+Needs `disagg_proxy.py` beside it. Facts about vLLM: 0.33.0, `kv_connector/v1/moriio/`.
+"""
+
+import argparse
+import asyncio
+import functools
+import heapq
+import logging
+import math
+import random
+import socket
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
+
+import msgpack
+import msgspec
+import zmq
+from msgspec import Meta, Raw
+
+# For loading by path, as vLLM's tests do: only a script's own start adds its folder.
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from disagg_proxy import (
+    NULL,
+    TRUE,
+    Connector,
+    Exchange,
+    Instance,
+    Pair,
+    Proxy,
+    ProxyError,
+    RoundRobinSchedulingPolicy,
+    Server,
+    Service,
+    State,
+    Steps,
+    add_server_flags,
+    bad_hand_over,
+    configure_logging,
+    encode_json,
+    forwarded_body,
+    names_blocks,
+    no_instance,
+    parse_address,
+    request_id_line,
+    split_members,
+    words,
+)
+
+logger = logging.getLogger("moriio_proxy")
+
+# Seconds without a ping after which an instance leaves: five of vLLM's intervals.
+PING_EXPIRY = 15.0
+# Bytes of a frame; registrations have 200. libzmq drops the sender of a longer one.
+MAX_FRAME_BYTES = 256 * 1024
+# Messages of one sender that may wait, and that are taken before HTTP has its turn.
+MAX_WAITING = 64
+MAX_BATCH = 256
+# Instances, and ranks of one: whoever reaches the port can register.
+MAX_INSTANCES = 1024
+MAX_DP_SIZE = 1024
+# Refused messages that are logged within so many seconds; the rest is counted.
+LOG_LINES = 50
+LOG_PERIOD = 10.0
+# Seconds for starting or stopping the engines' profilers: upstream's limit.
+PROFILE_TIMEOUT = 60.0
+
+# --- Registrations --------------------------------------------------------------------
+
+# No blanks, no line ends: addresses become part of a header field.
+Text = Annotated[str, Meta(max_length=512, pattern=r"\A[!-~]+\Z")]
+Size = Annotated[int, Meta(ge=1, le=MAX_DP_SIZE)]
+
+
+class Registration(TypedDict):
+    """What an engine sends: a msgpack map in one frame (`_start_heartbeat`)."""
+
+    type: Literal["P", "D"]
+    # `host:port` of its HTTP server; IPv6 without brackets.
+    http_address: Text
+    # `host:{ip},handshake:{port},notify:{port}`.
+    zmq_address: Text
+    # Ranks on all nodes.
+    dp_size: Size
+    tp_size: Size
+    transfer_mode: Literal["READ", "WRITE"]
+    # The nodes of an engine that has several; vLLM 0.33.0 does not send it.
+    node_hosts: NotRequired[Annotated[list[Text], Meta(max_length=MAX_DP_SIZE)]]
+
+
+class Engine(NamedTuple):
+    """An instance that has registered, and the end of the wait for its next ping."""
+
+    instance: Instance
+    told: Registration
+    expiry: asyncio.TimerHandle
+
+
+def bracketed(host: str, port: str) -> str:
+    """`host:port`, where an IPv6 address has brackets."""
+    return f"[{host}]:{port}" if ":" in host and host[0] != "[" else f"{host}:{port}"
+
+
+def read_registration(frames: list[bytes]) -> Registration | None:
+    """The registration in a message; None for a HELLO.
+
+    Raises:
+        ValueError, msgspec.ValidationError: it is not one that engines can live with.
+
+    """
+    if len(frames) != 1:
+        raise ValueError(f"{len(frames)} frames instead of one")
+    # Refuses deep nesting, and lengths beyond the frame.
+    message = msgpack.unpackb(frames[0])
+    if isinstance(message, dict) and message.get("type") == "HELLO":
+        return None
+    told = msgspec.convert(message, Registration)
+    parts = dict(part.partition(":")[::2] for part in told["zmq_address"].split(","))
+    for name in ("handshake", "notify"):
+        parse_address(bracketed(parts.get("host", ""), parts.get(name, "")))
+    if "___" in told["zmq_address"]:
+        raise ValueError("zmq_address would not be found again in a request id")
+    return told
+
+
+# --- Routing --------------------------------------------------------------------------
+
+# The index of an instance, and the DP rank there; None where there is only one.
+Slot = tuple[int, int | None]
+
+
+def flat_interleaved_dp_route(
+    request_number: int, instances: Sequence[Mapping[str, Any]]
+) -> Slot:
+    """The slot of a request, counted from 1: all have their turns, round after round.
+
+    Of an instance only `dp_size` is read.
+    """
+    slots = interleaved_slots(tuple(each["dp_size"] for each in instances))
+    return slots[(request_number - 1) % len(slots)]
+
+
+@functools.lru_cache(maxsize=64)
+def interleaved_slots(sizes: tuple[int, ...]) -> list[Slot]:
+    """Every (instance, rank) once.
+
+    Next is the instance with the most ranks left, but none twice in a row while there
+    is another; of equals, the one that began, so that the rounds join well.
+    """
+    first = sizes.index(max(sizes))
+    left = [(-size, index != first, index) for index, size in enumerate(sizes)]
+    heapq.heapify(left)
+    slots: list[Slot] = []
+    resting: list[tuple[int, bool, int]] = []
+    while left:
+        minus, later, index = heapq.heappop(left)
+        slots.append((index, sizes[index] + minus if sizes[index] > 1 else None))
+        if resting:
+            heapq.heappush(left, resting.pop())
+        if minus < -1:
+            (resting if left else left).append((minus + 1, later, index))
+    return slots
+
+
+# --- Legs -----------------------------------------------------------------------------
+
+
+def about(engine: Engine, rank: int | None, transfer: str) -> dict[str, object]:
+    """What the other engine is told; the nulls too have to be there."""
+    told = engine.told
+    params: dict[str, object] = {
+        "transfer_id": transfer,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_dp_size": told["dp_size"],
+        "remote_tp_size": told["tp_size"],
+    }
+    if rank is not None:
+        params["remote_dp_rank"] = rank
+    if hosts := told.get("node_hosts"):
+        params["remote_hosts"] = hosts
+        params["remote_dp_size_local"] = told["dp_size"] // len(hosts)
+    return params
+
+
+def pin(rank: int | None) -> bytes:
+    """The header line that keeps a leg on its rank."""
+    return b"" if rank is None else b"X-data-parallel-rank: %d\r\n" % rank
+
+
+def moriio_pair(p: Engine, p_rank: int | None, d: Engine, d_rank: int | None) -> Pair:
+    """Both legs of a request."""
+    name = (
+        f"___prefill_addr_{p.told['zmq_address']}___decode_addr_{d.told['zmq_address']}"
+        f"_{random.getrandbits(128):032x}"
+    )
+    transfer = f"tx-{uuid.uuid4()}"
+    to_p = {"do_remote_decode": True, "do_remote_prefill": False}
+    to_d = {"do_remote_decode": False, "do_remote_prefill": True}
+    return Pair(
+        p.instance,
+        d.instance,
+        request_id_line(name),
+        concurrent=p.told["transfer_mode"] == "WRITE",
+        prefill_params=Raw(encode_json({**to_p, **about(d, d_rank, transfer)})),
+        decode_params=lambda answer: decode_params(
+            p.instance, {**to_d, **about(p, p_rank, transfer)}, answer
+        ),
+        # P hands over only what ends by length.
+        prefill_members={"ignore_eos": TRUE},
+        prefill_fields=pin(p_rank),
+        decode_fields=pin(d_rank),
+    )
+
+
+# Not taken from P: what the proxy says, and what would silence a D on another rank.
+KEPT = words("do_remote_decode do_remote_prefill remote_dp_rank_override transfer_id")
+
+
+def decode_params(
+    prefill: Instance, params: dict[str, object], answer: bytes | None
+) -> Raw | None:
+    """D's parameters; in READ mode with what P's answer says about the blocks.
+
+    None where it names no blocks: D would compute on KV that nobody has written.
+
+    Raises:
+        ProxyError: 502, the answer is not one JSON object.
+
+    """
+    if answer is None:
+        return Raw(encode_json(params))
+    try:
+        given = split_members(answer).get("kv_transfer_params", NULL)
+    except ProxyError as err:
+        raise bad_hand_over(prefill, f"no usable JSON: {err}") from None
+    try:
+        found = split_members(bytes(given))
+    except ProxyError:
+        found = {}
+    if not names_blocks(found.get("remote_block_ids", NULL)):
+        if given != NULL:
+            logger.warning("prefill %s hands over no blocks", prefill)
+        return None
+    taken = {k: v for k, v in found.items() if k not in KEPT and v != NULL}
+    return Raw(encode_json(params | taken))
+
+
+# --- Proxy ----------------------------------------------------------------------------
+
+
+class MoRIIOConnector(Connector):
+    """The engines know of each other; `MoRIIOProxy.choose` makes the pairs."""
+
+    pairs = True
+
+
+class MoRIIOProxy(Proxy):
+    """Serves with the engines that register."""
+
+    def __init__(self, retries: int, allow_engine_control: bool) -> None:
+        super().__init__(
+            [],
+            [],
+            model=None,
+            scheduling_policy=RoundRobinSchedulingPolicy(),
+            retries=retries,
+            connector=MoRIIOConnector(),
+            allow_engine_control=allow_engine_control,
+        )
+        # By `host:port`.
+        self.engines: dict[str, Engine] = {}
+        self.requests = 0
+        del self.routes["/instances/add"], self.routes["/instances/remove"]
+        for path in ("/start_profile", "/stop_profile"):
+            self.routes[path] = {b"POST": self.profile}
+
+    # Instances.
+
+    def register(self, told: Registration, key: bytes) -> None:
+        """Takes in a new engine, a change of a known one, or a sign of life.
+
+        Raises:
+            ValueError: the engine is refused; if it was known, it is out.
+
+        """
+        cycler = self.prefill_cycler if told["type"] == "P" else self.decode_cycler
+        host, _, port = told["http_address"].rpartition(":")
+        instance = Instance(bracketed(host, port), cycler)
+        address, mode = instance.address, told["transfer_mode"]
+        known = self.engines.pop(address, None)
+        others = (engine.told["transfer_mode"] for engine in self.engines.values())
+        in_use = next(others, mode)
+        if known is not None:
+            known.expiry.cancel()
+            if known.told != told:
+                logger.info("%s registers anew: %s", instance, told)
+            if known.instance.cycler is not cycler or mode != in_use:
+                self.retire(known.instance, "it has changed its role or mode")
+                known = None
+        if mode != in_use:
+            raise ValueError(f"{address} has transfer_mode {mode}, others {in_use}")
+        if known is None:
+            self.join(instance, key)
+        else:
+            instance = known.instance
+            if instance.state is State.DOWN:
+                instance.suspect()
+        expiry = asyncio.get_running_loop().call_later(
+            PING_EXPIRY, self.expire, address
+        )
+        self.engines[address] = Engine(instance, told, expiry)
+
+    def join(self, instance: Instance, key: bytes) -> None:
+        """A new instance is up, as it has just been heard of; then it is probed."""
+        if len(self.engines) >= MAX_INSTANCES:
+            raise ValueError(f"{instance}: there are {MAX_INSTANCES} others")
+        instance.cycler.instances.append(instance)
+        instance.mark(State.UP)
+        self.watch(instance, key)
+
+    def expire(self, address: str) -> None:
+        """An engine has been silent for too long."""
+        engine = self.engines.pop(address)
+        self.retire(engine.instance, f"no ping for {PING_EXPIRY:g} s")
+
+    def retire(self, instance: Instance, reason: str) -> None:
+        """No new requests for an instance; running ones may finish."""
+        instance.mark(State.DRAINING, reason)
+        if not instance.in_flight:
+            instance.cycler.forget(instance)
+
+    def describe(self, instance: Instance) -> dict[str, object]:
+        engine = self.engines.get(instance.address)
+        if engine is None or engine.instance is not instance:
+            return super().describe(instance)
+        silent = PING_EXPIRY - engine.expiry.when() + asyncio.get_running_loop().time()
+        own = {**engine.told, "last_ping_age": round(silent, 3)}
+        return super().describe(instance) | own
+
+    # Requests.
+
+    def choose(self, x: Exchange, avoid: list[Instance]) -> Pair | None:
+        """The next pair of slots; D's number shifts, so that every P meets every D."""
+        p, d = (
+            [self.engines[i.address] for i in cycler.up if i not in avoid]
+            for cycler in (self.prefill_cycler, self.decode_cycler)
+        )
+        if not p or not d:
+            return None
+        self.requests = number = self.requests + 1
+        p_told, d_told = [e.told for e in p], [e.told for e in d]
+        slots = (sum(e["dp_size"] for e in told) for told in (p_told, d_told))
+        shift = (number - 1) // math.lcm(*slots)
+        p_index, p_rank = flat_interleaved_dp_route(number, p_told)
+        d_index, d_rank = flat_interleaved_dp_route(number + shift, d_told)
+        return moriio_pair(p[p_index], p_rank, d[d_index], d_rank)
+
+    # The proxy's own routes.
+
+    def health(self, x: Exchange) -> None:
+        """The proxy's own: engines come and go."""
+        x.answer(200, b"ok", "text/plain")
+
+    def profile(self, x: Exchange) -> Steps:
+        """Has every engine start or stop its profiler."""
+        instances = [engine.instance for engine in self.engines.values()]
+        if not instances:
+            raise no_instance("prefill")
+        body = forwarded_body(x)
+        legs = [x.post(i, body, x.request_id, whole=True) for i in instances]
+        for leg in legs:
+            leg.deadline = x.loop.time() + PROFILE_TIMEOUT
+        while not all(leg.settled for leg in legs):
+            yield
+        failed = [
+            f"{leg.instance} {leg.failure.words if leg.failure else leg.status}"
+            for leg in legs
+            if leg.failure or leg.status != 200
+        ]
+        if failed:
+            raise ProxyError(502, f"Not every engine succeeded: {'; '.join(failed)}")
+        x.answer(200, encode_json({"instances": [i.address for i in instances]}))
+
+
+# --- Discovery ------------------------------------------------------------------------
+
+
+class Discovery:
+    """Hears the engines on a ZMQ ROUTER, in the event loop.
+
+    Raises:
+        SystemExit: the port is taken.
+
+    """
+
+    def __init__(self, proxy: MoRIIOProxy, key: bytes, host: str, port: int) -> None:
+        self.proxy, self.key = proxy, key
+        self.loop = asyncio.get_running_loop()
+        # Messages refused in this LOG_PERIOD.
+        self.refused = 0
+        self.context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
+        # An engine that comes back may have the identity it had.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.RCVHWM, MAX_WAITING)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        try:
+            address = str(socket.getaddrinfo(host, port)[0][4][0])
+            self.socket.setsockopt(zmq.IPV6, ":" in address)
+            self.socket.bind(f"tcp://{bracketed(address, str(port or '*'))}")
+        except OSError as err:
+            raise SystemExit(f"Cannot listen on {host}:{port}: {err}") from None
+        endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        logger.info("engines register at %s", endpoint)
+        self.loop.add_reader(self.socket.fileno(), self.receive)
+        self.receive()
+
+    def receive(self) -> None:
+        """Takes all messages there are: the descriptor tells only of the first."""
+        for _ in range(MAX_BATCH):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.take(frames[1:])
+        self.loop.call_soon(self.receive)
+
+    def take(self, frames: list[bytes]) -> None:
+        """One message, without its sender's identity."""
+        try:
+            told = read_registration(frames)
+            if told is not None:
+                self.proxy.register(told, self.key)
+        except (ValueError, msgspec.ValidationError) as err:
+            self.refuse(str(err))
+
+    def refuse(self, why: str) -> None:
+        """One line, but whoever sends much cannot fill the log."""
+        if not self.refused:
+            self.loop.call_later(LOG_PERIOD, self.count_anew)
+        self.refused += 1
+        if self.refused <= LOG_LINES:
+            logger.warning("registration refused: %.300r", why)
+
+    def count_anew(self) -> None:
+        if self.refused > LOG_LINES:
+            logger.warning("%d messages were refused", self.refused)
+        self.refused = 0
+
+    def close(self) -> None:
+        self.loop.remove_reader(self.socket.fileno())
+        self.context.destroy()
+
+
+# --- Command line ---------------------------------------------------------------------
+
+
+class MoRIIOServer(Server):
+    """Serves a proxy, and hears its engines; see `Server`."""
+
+    async def prepare(self, service: Service) -> None:
+        args, proxy = self.args, service.proxy
+        assert isinstance(proxy, MoRIIOProxy)
+        self.discovery = Discovery(
+            proxy, service.engine_key, args.host, args.service_discovery_port
+        )
+
+    def finish(self) -> None:
+        self.discovery.close()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="vLLM disaggregated proxy server for MoRIIO.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_server_flags(parser, host="0.0.0.0", port=10001)
+    parser.add_argument(
+        "--service-discovery-port",
+        type=int,
+        default=36367,
+        metavar="PORT",
+        help="where the engines register (their proxy_ping_port)",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    configure_logging(args.log_level)
+    proxy = MoRIIOProxy(args.retries, args.allow_engine_control)
+    MoRIIOServer(proxy, args).run_server()
+
+
+if __name__ == "__main__":
+    main()
