@@ -2525,6 +2525,8 @@ class Proxy:
         params: Raw | None = None
         avoid: list[Instance] = []
         again = self.retries > 0
+        if not self.decode_cycler.up:
+            raise no_instance("decode")  # Before P works for nothing.
         while True:
             if two:
                 answer = yield from self.prefill(x, members, prefill)

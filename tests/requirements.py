@@ -22,4 +22,4 @@ def requirements(group: str | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(requirements(*sys.argv[1:2] or [None])))
+    print("\n".join(requirements(sys.argv[1] if sys.argv[1:] else None)))
