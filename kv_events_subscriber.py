@@ -227,7 +227,11 @@ class Feed:
         self.wanted = self._known = self._held = None
         # A publisher keeps at least its newest batch: none is the answer of a new one.
         first = next(batches, None)
-        if known and complete and self._differs(known, first):
+        if (
+            known
+            and complete
+            and (not first or (first[0] == known[0] and first[1].ts != known[1]))
+        ):
             yield self._restart()
             return
         if first and self.last < 0:
@@ -237,12 +241,6 @@ class Feed:
         self.replays += self.last > before
         if held:
             yield from self._accept(*held)
-
-    @staticmethod
-    def _differs(
-        known: tuple[int, float], first: tuple[int, EventBatch] | None
-    ) -> bool:
-        return first is None or (first[0] == known[0] and first[1].ts != known[1])
 
     def _accept(self, seq: int, batch: EventBatch) -> Iterator[Delivery]:
         if seq <= self.last:
@@ -269,13 +267,13 @@ class Feed:
 # --- Sockets --------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
-    """Where one rank publishes."""
+class Source(msgspec.Struct):
+    """Where one rank publishes; of vLLM's KVEventsConfig what is needed."""
 
-    rank: int
     endpoint: str
-    replay_endpoint: str | None
-    topic: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    rank: int = 0
 
 
 def _drain(socket: zmq.asyncio.Socket) -> Iterator[list[bytes]]:
@@ -497,39 +495,27 @@ class Log:
 # --- Command line ---------------------------------------------------------------------
 
 
-def offset(endpoint: str, rank: int) -> str:
-    """The endpoint of a rank: vLLM adds the rank to the port."""
-    base, _, port = endpoint.rpartition(":")
-    return f"{base}:{int(port) + rank}" if rank else endpoint
-
-
 def ranks(endpoint: str, replay: str | None, topic: str, dp_size: int) -> list[Source]:
-    """The sources of `dp_size` ranks.
+    """The sources of `dp_size` ranks: vLLM adds the rank to both ports.
 
     Raises:
         ValueError: the ports are no numbers, or overlap.
 
     """
-    sources = [
-        Source(rank, offset(endpoint, rank), replay and offset(replay, rank), topic)
-        for rank in range(dp_size)
-    ]
-    taken = {source.endpoint.rpartition(":")[2] for source in sources}
-    asked = {(source.replay_endpoint or "").rpartition(":")[2] for source in sources}
-    if clash := taken & asked:
+
+    def offset(base: str, rank: int) -> str:
+        host, _, port = base.rpartition(":")
+        return f"{host}:{int(port) + rank}" if rank else base
+
+    live = [offset(endpoint, rank) for rank in range(dp_size)]
+    repeat = [replay and offset(replay, rank) for rank in range(dp_size)]
+    ports = {each.rpartition(":")[2] for each in live}
+    if clash := ports.intersection((each or "").rpartition(":")[2] for each in repeat):
         raise ValueError(
             f"ports {', '.join(sorted(clash))} would publish and replay: set the two "
             f"at least {dp_size} apart in vLLM's --kv-events-config"
         )
-    return sources
-
-
-class PublisherConfig(msgspec.Struct):
-    """What is needed of vLLM's KVEventsConfig."""
-
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
+    return [Source(live[rank], repeat[rank], topic, rank) for rank in range(dp_size)]
 
 
 def discover(url: str) -> list[Source]:
@@ -543,21 +529,19 @@ def discover(url: str) -> list[Source]:
     # No proxies: `http_proxy` is not meant for engines.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{url.rstrip('/')}/kv_event_sources", None, SOURCE_TIMEOUT) as r:
-        found = msgspec.json.decode(r.read(), type=dict[int, PublisherConfig])
+        found = msgspec.json.decode(r.read(), type=dict[int, Source])
     if not found:
         raise ValueError(f"{url} publishes no KV events: see vLLM's --kv-events-config")
     host = urllib.parse.urlsplit(url).hostname or ""
     host = f"[{host}]" if ":" in host else host
 
-    def reach(endpoint: str) -> str:
-        for everywhere in ("*", "0.0.0.0", "[::]"):
-            endpoint = endpoint.replace(f"//{everywhere}:", f"//{host}:")
-        return endpoint
-
-    return [
-        Source(rank, reach(c.endpoint), reach(c.replay_endpoint or ""), c.topic)
-        for rank, c in found.items()
-    ]
+    for rank, source in found.items():
+        source.rank = rank
+        for everywhere in ("//*:", "//0.0.0.0:", "//[::]:"):
+            source.endpoint = source.endpoint.replace(everywhere, f"//{host}:")
+            replay = source.replay_endpoint or ""
+            source.replay_endpoint = replay.replace(everywhere, f"//{host}:")
+    return list(found.values())
 
 
 async def run(sources: Sequence[Source], args: argparse.Namespace) -> None:
@@ -568,7 +552,7 @@ async def run(sources: Sequence[Source], args: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(stop, task.cancel)
     subscriber = Subscriber(sources)
     for source in sources:
-        logger.info("rank %d: %s, replay from %s, topic %r", *source)
+        logger.info("following %s", source)
     log = Log(subscriber.feeds, args)
     reporter = asyncio.create_task(log.report()) if args.stats else None
     try:

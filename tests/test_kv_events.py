@@ -731,7 +731,7 @@ def test_b81_a_subscriber_may_be_there_before_the_publisher() -> None:
     argv = ["--endpoint", f"tcp://{HOST}:{live_port}", "--format", "json"]
     argv += ["--replay-endpoint", f"tcp://{HOST}:{live_port + 1}"]
     with SubscriberProcess(*argv) as subscriber:
-        subscriber.wait_log("rank 0")
+        subscriber.wait_log("following")
         with Publisher(live_port, live_port + 1) as publisher:
             publisher.wait_subscribed()
             publish(publisher, range(3))
@@ -970,7 +970,7 @@ def test_statistics_on_a_terminal_are_drawn_in_place() -> None:
 
 def test_events_can_be_iterated_over() -> None:
     async def collect(publisher: Publisher) -> list[tuple[int, int, kv.Event]]:
-        source = kv.Source(3, publisher.endpoint, publisher.replay_endpoint, TOPIC)
+        source = kv.Source(publisher.endpoint, publisher.replay_endpoint, TOPIC, 3)
         events = []
         async with contextlib.aclosing(aiter(kv.Subscriber([source]))) as subscriber:
             async for event in subscriber:
