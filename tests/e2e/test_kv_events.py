@@ -109,7 +109,6 @@ class Ports:
         return [
             f"--endpoint=tcp://{HOST}:{self.live}",
             f"--replay-endpoint=tcp://{HOST}:{self.replay}",
-            "--format=json",
         ]
 
     def config(self) -> str:
@@ -176,9 +175,10 @@ class Blocks:
 class Follower:
     """The subscriber as a process, and the blocks that its lines leave."""
 
-    def __init__(self, ports: Ports) -> None:
+    def __init__(self, ports: Ports, *where: str) -> None:
         self.blocks = Blocks()
-        self.process = SubscriberProcess(*ports.options())
+        options = where or ports.options()
+        self.process = SubscriberProcess("--format=json", *options)
         self.restarts = 0
         self._ports = ports
         self._last = -1
@@ -301,7 +301,8 @@ def test_b81_stopped_beyond_the_high_water_mark_and_started_late(
 
 def test_b81_a_reset_of_the_cache_leaves_no_block(engine: Engine, ports: Ports) -> None:
     asked = prompts("reset", 2)
-    follower = Follower(ports)
+    # What the engine says about its endpoints is enough to follow it.
+    follower = Follower(ports, f"--source=http://{engine.instance}")
     with follower.process:
         ask(engine, asked[0])
         follower.catch_up()
