@@ -226,6 +226,10 @@ HOST_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._"
 TOKEN_CHARS = (
     b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 )
+# RFC 9110 section 5.5: what may stand in a field value.
+FIELD_CHARS = b"\t" + bytes(range(0x20, 0x7F)) + bytes(range(0x80, 0x100))
+# RFC 3986 section 3.2: a host and a port; what they consist of.
+AUTHORITY_CHARS = HOST_CHARS.encode() + b"~%!$&'()*+,;=:[]"
 
 # RFC 9110 section 7.6.1; always for one connection only.
 HOP_BY_HOP = frozenset(
@@ -358,8 +362,9 @@ class RequestHead:
 
     def _framing(self, owned: dict[bytes, bytes]) -> None:
         """RFC 9112 sections 3.2, 6.1 and 6.3."""
-        if self.modern and not owned.get(b"host"):
-            raise ProxyError(400, "No Host field")
+        host = owned.get(b"host", b"")
+        if host.translate(None, AUTHORITY_CHARS) or (self.modern and not host):
+            raise ProxyError(400, "No Host field, or a malformed one")
         self.chunked = b"transfer-encoding" in owned
         if b"content-length" in owned or (self.chunked and not self.modern):
             raise ProxyError(400, "Ambiguous framing")
@@ -427,15 +432,19 @@ class ResponseHead:
         except httptools.HttpParserError as err:
             raise MalformedAnswer(str(err)) from None
         self.status: int = parser.get_status_code()
-        modern = parser.get_http_version() == "1.1"
+        start_line = raw[: raw.index(CRLF)]
+        if start_line[:7] != b"HTTP/1." or self.status < 100 or b"\0" in start_line:
+            raise MalformedAnswer("malformed status line")
+        modern = start_line[7:8] == b"1"
         lines, owned, _ = split_fields(raw, OWNED_RESPONSE)
         self.dated = any(line[:5].lower() == b"date:" for line in lines)
         # Status line and fields for the client, but for those of its connection.
-        start = b"HTTP/1.1" + raw[8 : raw.index(CRLF)]
-        self.relayed = CRLF.join([start, *lines, b""])
+        self.relayed = CRLF.join([b"HTTP/1.1" + start_line[8:], *lines, b""])
         self._framing(owned)
         # Whether the engine will take another request on this connection.
-        ends = self.chunked or self.length is not None or self.status in (204, 304)
+        # Chunks in HTTP/1.0 are faulty framing, RFC 9112 section 6.1.
+        ends = self.length is not None or self.status in (204, 304)
+        ends = ends or (self.chunked and modern)
         self.reusable = ends and keeps_alive(owned, modern)
         # Whether all a client of HTTP/1.1 has to be told is in `relayed_whole`.
         self.common = self.dated and self.status not in (204, 304)
@@ -581,7 +590,7 @@ class Chunked:
         digits, semicolon, extension = line.partition(b";")
         if semicolon:
             digits = digits.rstrip(b" \t")
-            if b"\0" in extension:
+            if extension.translate(None, FIELD_CHARS):
                 raise ValueError("malformed chunk extension")
         if not digits or len(digits) > 15 or digits.strip(HEX_DIGITS):
             raise ValueError("malformed chunk size")
@@ -591,7 +600,8 @@ class Chunked:
     def _trailer(self, line: bytes) -> None:
         self.trailer += len(line)
         name, colon, value = line.partition(b":")
-        if not colon or not name or name.translate(None, TOKEN_CHARS) or b"\0" in value:
+        odd = name.translate(None, TOKEN_CHARS) + value.translate(None, FIELD_CHARS)
+        if not colon or not name or odd:
             raise ValueError("malformed trailer field")
         if self.trailer > MAX_HEAD_BYTES:
             raise ValueError("trailers are too long")
