@@ -1482,15 +1482,15 @@ class ClientConnection(asyncio.Protocol):
             if end < 4 or end > MAX_HEAD_BYTES:
                 self._incomplete(data)
                 return
-            head, length = read_request_head(data[:end])
+            self.head = None
+            self.head, length = read_request_head(data[:end])
+            head = self.head
             if length > self.service.max_body:
                 raise self.service.too_large()
-            route = self.service.proxy.route
-            self.handler = route(head.method, head.target, head.content_type)
+            self.handler = self._route(head, len(data) - end >= length)
         except ProxyError as err:
             self.refuse(err)
             return
-        self.head = head
         if not head.chunked and len(data) - end == length:
             self._start(head, data[end:] if length else b"")
             return
@@ -1501,6 +1501,16 @@ class ClientConnection(asyncio.Protocol):
         if b"expect" in head.owned and head.modern and len(data) == end:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._take_body(data[end:])
+
+    def _route(self, head: RequestHead, is_whole: bool) -> "Handler":
+        """Who answers; of a whole request a refusal too, so that it costs no more."""
+        try:
+            route = self.service.proxy.route
+            return route(head.method, head.target, head.content_type)
+        except ProxyError as err:
+            if head.chunked or not is_whole:
+                raise
+            return refusing(err)
 
     def _incomplete(self, data: bytes) -> None:
         if len(data) > MAX_HEAD_BYTES:
@@ -1615,6 +1625,15 @@ class ClientConnection(asyncio.Protocol):
             self.refuse(ProxyError(408, "The request did not come in time"))
         else:
             self.transport.abort()
+
+
+def refusing(err: ProxyError) -> "Handler":
+    """A handler that answers with an error."""
+
+    def refuse(x: Exchange) -> None:
+        raise err
+
+    return refuse
 
 
 class Exchange(Script):
