@@ -1464,6 +1464,8 @@ class ClientConnection(asyncio.Protocol):
         self.writable = True
         if self.exchange is not None:
             self.exchange.go_on()
+        elif self.phase is Phase.ANSWER:
+            self._next()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.service.left(self)
@@ -1562,19 +1564,27 @@ class ClientConnection(asyncio.Protocol):
         if not keep_alive or self.service.stopping:
             self.transport.close()
             return
-        self.phase = Phase.IDLE
-        loop = self.service.loop
-        self.deadline = loop.time() + KEEP_ALIVE_TIMEOUT
+        if not self.writable:
+            return  # On with the next when the client has read this one.
         if self.buffer:
-            loop.call_soon(self._next)
+            self.service.loop.call_soon(self._next)
+            return  # What comes until then has to queue up behind it.
+        self.phase = Phase.IDLE
+        self.deadline = self.service.loop.time() + KEEP_ALIVE_TIMEOUT
 
     def _next(self) -> None:
-        """Goes on with a request that had come before it could be read."""
-        if self.phase is Phase.IDLE and not self.transport.is_closing():
+        """Goes on after an answer, with what had come before it was out."""
+        if self.phase is not Phase.ANSWER or self.exchange is not None:
+            return
+        if not self.transport.is_closing():
+            self.phase = Phase.IDLE
+            self.deadline = self.service.loop.time() + KEEP_ALIVE_TIMEOUT
             data = bytes(self.buffer)
             self.buffer.clear()
-            self.transport.resume_reading()
             self._take(data)
+            waits = self.phase is Phase.ANSWER
+            if not (waits and len(self.buffer) > MAX_PIPELINED_BYTES):
+                self.transport.resume_reading()
 
     def refuse(self, err: ProxyError) -> None:
         """Answers a request that was not read to its end, and closes in stages.
@@ -1595,7 +1605,7 @@ class ClientConnection(asyncio.Protocol):
 
     def stop(self) -> None:
         """Closes the connection unless an answer is on its way."""
-        if self.phase is not Phase.ANSWER:
+        if self.exchange is None:
             self.transport.close()
 
     def cut(self, framed: bool) -> None:
