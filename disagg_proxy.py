@@ -1633,6 +1633,9 @@ class ClientConnection(asyncio.Protocol):
             self.deadline = now + BODY_STALL_TIMEOUT
         elif self.phase in (Phase.HEAD, Phase.BODY):
             self.refuse(ProxyError(408, "The request did not come in time"))
+        elif self.transport.get_write_buffer_size():
+            # The client still reads an answer: it is slow, not idle.
+            self.deadline = now + KEEP_ALIVE_TIMEOUT
         else:
             self.transport.abort()
 
