@@ -1477,8 +1477,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _take(self, data: bytes) -> None:
         """Reads a head and, where it is all there, its body."""
-        if data[:2] == CRLF:
-            data = data[2:]  # RFC 9112 section 2.2: an empty line may come first.
+        start = 0
+        while data.startswith(CRLF, start):
+            start += 2  # RFC 9112 section 2.2: empty lines may come first.
+        data = data[start:]
         try:
             end = data.find(b"\r\n\r\n") + 4
             if end < 4 or end > MAX_HEAD_BYTES:
@@ -1773,10 +1775,10 @@ class Exchange(Script):
         if self.client.service.stopping:
             self.keep_alive = False
         field = b""
-        if self.keep_alive is not self.head.modern:
-            field = b"Connection: %s\r\n" % (
-                b"keep-alive" if self.keep_alive else b"close"
-            )
+        if not self.keep_alive:
+            field = b"Connection: close\r\n"
+        elif not self.head.modern:
+            field = b"Connection: keep-alive\r\n"
         given = self.head.owned.get(b"x-request-id")
         if given and not given.translate(None, VISIBLE_ASCII):
             field += b"X-Request-Id: %s\r\n" % given[:MAX_REQUEST_ID_BYTES]
