@@ -21,7 +21,7 @@ import pytest
 from e2e import engines, workload
 from e2e.engines import MAX_SEQUENCES, Engine, EngineServer, Fleet, request
 from e2e.workload import Question
-from rig import JSON, End, ProxyProcess, Response, ScriptedEngine, poll
+from rig import JSON, End, ProxyProcess, Response, ResponseReader, ScriptedEngine, poll
 
 # Seconds, as `kv_lease_duration`.
 LEASE = 6
@@ -73,12 +73,14 @@ def short_questions(salt: str, count: int) -> list[Question]:
 
 
 def leave(proxy: ProxyProcess, question: Question, after: float, rst: bool) -> None:
-    """Asks, and leaves after so many seconds (or when the answer is complete)."""
+    """Asks, and leaves after so many seconds."""
+    deadline = time.monotonic() + after
     with proxy.connect() as client:
-        answer = client.post(question.path, question.body)
-        client.socket.settimeout(after)
+        client.post(question.path, question.body)
         with contextlib.suppress(TimeoutError):
-            answer.finish()
+            while (left := deadline - time.monotonic()) > 0:
+                client.socket.settimeout(left)
+                assert client.read_some(), "the proxy left first"
         if rst:
             client.reset()
 
@@ -233,6 +235,28 @@ def kill(engines_of_role: list[Engine]) -> tuple[Engine, float, float]:
     return victim, before, time.monotonic()
 
 
+# An answer that takes seconds, by a limit that its engine's log shows.
+MARKED = {"max_tokens": 1799, "ignore_eos": True, "stream": True}
+
+
+def open_streams(
+    fleet: Fleet, engine: Engine, clients: contextlib.ExitStack
+) -> list[ResponseReader]:
+    """Begins long streams, until one of them comes from this decode engine."""
+    streams: list[ResponseReader] = []
+    while not marked_requests(engine):
+        question = workload.completion(f"stream {len(streams)}", MARKED)
+        client = clients.enter_context(fleet.proxy.connect())
+        streams.append(client.post(question.path, question.body))
+        streams[-1].body_until(b"data: ")
+    return streams
+
+
+def marked_requests(engine: Engine) -> int:
+    """How many long streams a decode engine has logged."""
+    return engine.log.read_text(errors="replace").count("max_tokens=1799,")
+
+
 def failed(response: Response) -> bool:
     """Whether an answer is cut, an error, or a stream with an error in it."""
     return (
@@ -249,7 +273,10 @@ def test_killed_engines_cost_nothing_but_the_streams_they_were_part_of(
         load.go_on()
         prefill, *prefill_killed = kill(fleet.prefill)
         load.go_on()
-        decode, *decode_killed = kill(fleet.decode)
+        with contextlib.ExitStack() as clients:
+            streams = open_streams(fleet, fleet.decode[0], clients)
+            decode, *decode_killed = kill(fleet.decode)
+            ends = [stream.finish() for stream in streams]
         load.go_on()
         restarted = [
             prefill_engine(server, "restarted-prefill", prefill.port),
@@ -262,6 +289,10 @@ def test_killed_engines_cost_nothing_but_the_streams_they_were_part_of(
         fleet.proxy.wait_all_up()
         load.go_on()
     assert all(engine.metric(SUCCEEDED) > 0 for engine in restarted)
+
+    cut = [end for end in ends if end.end is End.INCOMPLETE]
+    assert len(cut) == marked_requests(decode)
+    assert not any(b"[DONE]" in end.body for end in cut)
 
     answered = [each for each in load.sent if not failed(whole(each))]
     for each in load.sent:
