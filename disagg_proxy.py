@@ -2723,16 +2723,16 @@ class Proxy:
         params = pair.decode_params(p.body() if p.settled else None)
         fields = pair.request_id + pair.decode_fields + x.accepted_coding()
         d = x.post(pair.decode, decode_body(members, params), fields)
-        while not (p.settled and d.settled):
+        while True:
             if d.settled and failed(d):
-                break
+                p.close()
+                return d
             if p.settled and failed(p):
                 d.close()
                 return checked(p)
+            if p.settled and d.settled:
+                return d
             yield
-        if failed(d):
-            p.close()
-        return d
 
     # One leg.
 
