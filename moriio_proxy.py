@@ -434,7 +434,7 @@ class Discovery:
             address = str(socket.getaddrinfo(host, port)[0][4][0])
             self.socket.setsockopt(zmq.IPV6, ":" in address)
             self.socket.bind(f"tcp://{bracketed(address, str(port or '*'))}")
-        except OSError as err:
+        except (OSError, zmq.ZMQError) as err:
             raise SystemExit(f"Cannot listen on {host}:{port}: {err}") from None
         endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         logger.info("engines register at %s", endpoint)
