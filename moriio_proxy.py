@@ -446,8 +446,8 @@ class Discovery:
         for _ in range(MAX_BATCH):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+            except zmq.ZMQError:
+                return  # Nothing is left; or it was closed after a full batch.
             self.take(frames[1:])
         self.loop.call_soon(self.receive)
 
