@@ -7,12 +7,16 @@ CHECKED := $(SOURCES) tests
 SCRIPTS := $(wildcard *.sh) .ci/run
 PIP := xargs $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test lint soak docs e2e clean
+.PHONY: demo demo-moriio test lint soak docs e2e clean
 
 # Two prefill and two decode engines (simulated), the proxy, one streamed answer.
 # KEEP=1 goes on until Ctrl-C.
 demo: $(BIN)/.runtime
 	@$(BIN)/python tests/demo.py $(if $(KEEP),--keep)
+
+# The same with engines that register themselves.
+demo-moriio: $(BIN)/.runtime
+	@$(BIN)/python tests/demo_moriio.py
 
 test: lint
 	$(BIN)/python -m pytest
