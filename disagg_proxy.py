@@ -433,7 +433,8 @@ class ResponseHead:
             raise MalformedAnswer(str(err)) from None
         self.status: int = parser.get_status_code()
         start_line = raw[: raw.index(CRLF)]
-        if start_line[:7] != b"HTTP/1." or self.status < 100 or b"\0" in start_line:
+        odd = start_line.translate(None, FIELD_CHARS)
+        if start_line[:7] != b"HTTP/1." or self.status < 100 or odd:
             raise MalformedAnswer("malformed status line")
         modern = start_line[7:8] == b"1"
         lines, owned, _ = split_fields(raw, OWNED_RESPONSE)
