@@ -602,7 +602,9 @@ class Chunked:
         self.trailer += len(line)
         name, colon, value = line.partition(b":")
         odd = name.translate(None, TOKEN_CHARS) + value.translate(None, FIELD_CHARS)
-        if not colon or not name or odd:
+        # Framing may not be changed behind a body, RFC 9110 section 6.5.1.
+        frames = name.lower() in (b"content-length", b"transfer-encoding")
+        if not colon or not name or odd or frames:
             raise ValueError("malformed trailer field")
         if self.trailer > MAX_HEAD_BYTES:
             raise ValueError("trailers are too long")
