@@ -208,6 +208,7 @@ CHUNKS_REFUSED = {
     "trailer_with_cr": chunked(in_chunks(CONTENT, 14), b"0\r\nX: x\ry\r\n\r\n"),
     "trailer_with_lf": chunked(in_chunks(CONTENT, 14), b"0\r\nX: x\n\r\n"),
     "trailer_with_nul": chunked(in_chunks(CONTENT, 14), b"0\r\nX: \0\r\n\r\n"),
+    "trailer_that_frames": chunked(GOOD_CHUNKS[:-2], b"Content-Length: 5\r\n\r\n"),
     "trailer_with_control": chunked(in_chunks(CONTENT, 14), b"0\r\nX: \x0b\r\n\r\n"),
 }
 
@@ -354,7 +355,7 @@ HEADS_SERVED = {
     ),
     "capital_digits": chunked(b"E\r\n", CONTENT, b"\r\n", LAST_CHUNK),
     "zeros_before_size": chunked(b"00000000e\r\n", CONTENT, b"\r\n", b"000\r\n\r\n"),
-    "trailers": chunked(GOOD_CHUNKS[:-2], b"X: \xff\tb\r\nContent-Length: 5\r\n\r\n"),
+    "trailers": chunked(GOOD_CHUNKS[:-2], b"X: \xff\tb\r\nHost:\r\n\r\n"),
 }
 
 

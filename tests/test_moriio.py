@@ -488,14 +488,19 @@ def test_a_hello_and_further_members_are_no_faults() -> None:
 
 
 def test_an_engine_that_does_not_answer_yet_joins_when_it_does() -> None:
-    with ScriptedEngine("prefill", listening=False) as p, Fleet(prefill=[]) as fleet:
+    # Only a ping makes the proxy look again within this test.
+    limits = {"PROBE_INTERVAL_DOWN": 600}
+    p = ScriptedEngine("prefill", listening=False)
+    with p, Fleet(prefill=[], limits=limits) as fleet:
+        # vLLM's worker sends heartbeats before the HTTP server is there.
+        told = registration(p, fleet.mode)
         with Peer(fleet.proxy.discovery) as peer:
-            # vLLM's worker sends heartbeats before the HTTP server is there.
-            peer.register(registration(p, fleet.mode))
-        fleet.proxy.wait_listed(p.instance, state="down")
-        assert fleet.post(PROMPT).error()["code"] == 503
-        p.listen()
-        fleet.proxy.wait_listed(p.instance, state="up")
+            peer.register(told)
+            fleet.proxy.wait_listed(p.instance, state="down")
+            assert fleet.post(PROMPT).error()["code"] == 503
+            p.listen()
+            peer.register(told)
+            fleet.proxy.wait_listed(p.instance, state="up")
         assert fleet.post(PROMPT).status == 200
 
 
@@ -614,10 +619,10 @@ def test_b34_what_a_message_says_cannot_forge_a_log_line() -> None:
     forged = "X\n2026-01-01 INFO all is well"
     with Proxy() as proxy, Peer(proxy.discovery) as peer:
         peer.register(VALID | {"type": forged, "http_address": "a\nb:80"})
-        proxy.wait_refusals(1)
-        assert not [
-            line for line in proxy.log if line.startswith("2026-01-01 INFO all")
-        ]
+        # A second line, so that all of the first was read.
+        peer.send(b"\xc1")
+        proxy.wait_refusals(2)
+        assert not any(line.startswith("2026-01-01") for line in proxy.log)
 
 
 def map_of(count: int) -> bytes:

@@ -26,7 +26,8 @@ class Pace:
 
     The kernel reports readable sockets in the order in which they became so. The
     answer on this connection, asked for after a piece was sent on another, hence
-    proves that the piece was read.
+    proves that the piece was read. What the proxy writes because of it leaves in
+    the same round of its loop: it is out when one more answer is here.
     """
 
     def __init__(self, cluster: Cluster) -> None:
