@@ -891,7 +891,7 @@ class Leg:
     def fail(self, failure: Failure) -> None:
         """No (whole) answer will come."""
         self.failure = failure
-        self.instance.failures[failure.name.lower()] += 1
+        self.instance.count(self, failure.name.lower())
         self._leave()
         self.settled = self.done = True
         self.owner.resume()
@@ -1040,7 +1040,7 @@ class EngineConnection(asyncio.Protocol):
             return self._head(leg, data)  # Interim, RFC 9110 section 15.2.
         leg.head, leg.status = head, status
         if status >= 500:
-            self.instance.failures["5xx"] += 1
+            self.instance.count(leg, "5xx")
         raw = leg.raw
         if not leg.whole:
             leg.deadline = math.inf
@@ -1111,7 +1111,7 @@ class Instance:
         self.state = State.DOWN
         self.reason: str | None = "not checked yet"
         self.since = time.time()
-        # How many legs failed, by kind.
+        # How many requests failed, by kind.
         self.failures: Counter[str] = Counter()
         self.idle: dict[EngineConnection, None] = {}
         # Requests it is working on; apart from them, probes and model checks.
@@ -1139,6 +1139,11 @@ class Instance:
         self.reason = reason
         if state is State.DOWN:
             self.resolved = []
+
+    def count(self, leg: Leg, failure: str) -> None:
+        """Counts a request that failed; what probes find is the state."""
+        if leg in self.legs:
+            self.failures[failure] += 1
 
     def suspect(self) -> None:
         """Something went wrong: have it probed now."""
