@@ -7,7 +7,7 @@ CHECKED := $(SOURCES) tests
 SCRIPTS := $(wildcard *.sh) .ci/run
 PIP := xargs $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo demo-moriio test lint soak docs e2e clean
+.PHONY: demo demo-moriio test lint soak fuzz docs e2e clean
 
 # Two prefill and two decode engines (simulated), the proxy, one streamed answer.
 # KEEP=1 goes on until Ctrl-C.
@@ -32,6 +32,11 @@ lint: $(BIN)/.dev
 # Waits of minutes, hundreds of repetitions.
 soak: $(BIN)/.dev
 	$(BIN)/python -m pytest -m soak
+	$(BIN)/python tests/soak.py
+
+# Thirty times the examples of the comparison with h11.
+fuzz: $(BIN)/.dev
+	FUZZ_FACTOR=30 $(BIN)/python -m pytest tests/test_oracle.py
 
 # Writes the tables of README.md and tests/README.md anew.
 docs: $(BIN)/.dev

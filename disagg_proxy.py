@@ -896,6 +896,11 @@ class Leg:
         self.settled = self.done = True
         self.owner.resume()
 
+    def expire(self) -> None:
+        """Its time is up."""
+        if not self.done:
+            self.fail(Failure.TIMEOUT)
+
     def pause(self) -> None:
         """Stops reading the answer."""
         if self.connection is not None:
@@ -1028,16 +1033,16 @@ class EngineConnection(asyncio.Protocol):
         """Takes bytes up to the end of the head; returns what follows it."""
         if self.buffer:
             data, self.buffer = self.buffer + data, b""
-        end = data.find(b"\r\n\r\n") + 4
-        if end < 4 or end > MAX_HEAD_BYTES:
-            if len(data) > MAX_HEAD_BYTES:
-                raise MalformedAnswer("the head is too long")
-            self.buffer = data
-            return b""
-        head, data = parse_response_head(data[:end]), data[end:]
-        status = head.status
-        if status < 200:
-            return self._head(leg, data)  # Interim, RFC 9110 section 15.2.
+        status = 0
+        while status < 200:  # Interim answers may come first, RFC 9110 section 15.2.
+            end = data.find(b"\r\n\r\n") + 4
+            if end < 4 or end > MAX_HEAD_BYTES:
+                if len(data) > MAX_HEAD_BYTES:
+                    raise MalformedAnswer("the head is too long")
+                self.buffer = data
+                return b""
+            head, data = parse_response_head(data[:end]), data[end:]
+            status = head.status
         leg.head, leg.status = head, status
         if status >= 500:
             self.instance.count(leg, "5xx")
@@ -1180,6 +1185,8 @@ class Instance:
             failure, reason = Failure.CONNECT_TIMEOUT, "connect timed out"
         except OSError as err:
             failure, reason = Failure.REFUSED, err.strerror or str(err)
+        except UnicodeError as err:  # A name that no lookup takes.
+            failure, reason = Failure.REFUSED, str(err)
         else:
             leg.connecting = None
             connection.begin(leg)
@@ -1307,8 +1314,13 @@ def fetch(
     leg = Leg(script, instance, request, b"", whole=True, raw=False)
     script.legs.append(leg)
     instance.send(leg, PROBE_TIMEOUT, fresh=True)
-    while not leg.settled:
-        yield
+    # Nobody looks at the deadlines of an instance that is not in a role yet.
+    timer = script.loop.call_later(PROBE_TIMEOUT, leg.expire)
+    try:
+        while not leg.settled:
+            yield
+    finally:
+        timer.cancel()
     script.legs.remove(leg)
     leg.close()
     return leg
@@ -1908,7 +1920,12 @@ class Service:
         if self.clients:
             await asyncio.wait([self.empty], timeout=seconds)
         for client in list(self.clients):
-            client.transport.abort()
+            exchange = client.exchange
+            if exchange is not None and not exchange.head.modern:
+                exchange.client_left()
+                client.cut(framed=False)
+            else:
+                client.transport.abort()
 
     def tick(self) -> None:
         """Looks at all deadlines, every TICK seconds."""
@@ -2639,6 +2656,8 @@ class Proxy:
                 yield
             if leg.failure is None:
                 if leg.status == 200 or (leg.status >= 500 and forces_tool(members)):
+                    if refused is not None:
+                        refused.close()
                     return leg
                 refused = checked(leg)
                 if leg.status < 500:

@@ -305,10 +305,6 @@ def test_a_hand_over_is_released_when_no_decode_is_up_any_more() -> None:
         assert release.json()["model"] != MODEL
 
 
-@pytest.mark.xfail(
-    reason="a 5xx of prefill whose body is late is held as long as decode works",
-    run=False,
-)
 def test_a_prefill_that_failed_is_let_go_when_another_has_served() -> None:
     with Cluster(prefill=2, limits=QUICK) as cluster:
         failing, gate = cluster.p[0], Gate()
@@ -412,9 +408,6 @@ def test_b84_adding_disturbs_no_stream_and_is_done_once() -> None:
         assert later.requests
 
 
-@pytest.mark.xfail(
-    reason="an instance that is not in the rotation yet has no probe timeout", run=False
-)
 def test_b84_adding_what_accepts_and_says_nothing_has_a_limit() -> None:
     with (
         Cluster(env=ADMIN, limits=QUICK | {"PROBE_TIMEOUT": 0.2}) as cluster,
@@ -424,9 +417,6 @@ def test_b84_adding_what_accepts_and_says_nothing_has_a_limit() -> None:
         assert order(cluster, "add", "decode", mute.instance).status == 400
 
 
-@pytest.mark.xfail(
-    reason="a failed lookup that is no OSError never settles its leg", run=False
-)
 @pytest.mark.parametrize("host", ["a..b", "x" * 70 + ".invalid"])
 def test_b84_a_name_that_cannot_be_looked_up_is_an_answer(host: str) -> None:
     with Cluster(env=ADMIN, limits=QUICK | {"PROBE_TIMEOUT": 1.0}) as cluster:
@@ -442,15 +432,7 @@ def stream(client: RawClient, version: str = "1.1") -> None:
     client.send(asked.replace(b"HTTP/1.1", f"HTTP/{version}".encode(), 1))
 
 
-OLD = pytest.param(
-    "1.0",
-    marks=pytest.mark.xfail(
-        reason="at the end of the drain an HTTP/1.0 answer is closed, not reset"
-    ),
-)
-
-
-@pytest.mark.parametrize("version", ["1.1", OLD])
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_b74_running_answers_end_or_are_cut(version: str) -> None:
     short, endless = Gate(), Gate()
     with (

@@ -1632,3 +1632,12 @@ def test_an_old_engine_with_chunks_is_not_asked_again_there(pair: Cluster) -> No
     assert_nobody_else_waits(pair)
     first, second = pair.d[0].requests
     assert first.connection != second.connection
+
+
+def test_thousands_of_interim_answers_are_none_of_the_clients_business(
+    pair: Cluster,
+) -> None:
+    for engine, final in ((pair.p[0], prefill_answer), (pair.d[0], decode_answer)):
+        interim = INTERIM[0] * 5000
+        engine.answer(lambda request, final=final: [interim, *final(request)])
+    assert pair.post(COMPLETIONS, BODY).status == 200
