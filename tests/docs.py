@@ -16,7 +16,9 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(TESTS)]
+
+import fault_table  # noqa: E402
 
 import disagg_proxy  # noqa: E402
 
@@ -201,6 +203,7 @@ def documents(tests: Iterable[str]) -> Iterator[tuple[Path, str]]:
     """Yields each document and the text it should have."""
     readme = ROOT / "README.md"
     text = replaced(readme.read_text(), "flags", flags())
+    text = replaced(text, "failures", fault_table.markdown())
     yield readme, replaced(text, "limits", limits())
     index = TESTS / "README.md"
     yield index, replaced(index.read_text(), "bugs", bugs(tests))
