@@ -569,6 +569,8 @@ class Chunked:
 
     def _keep(self, rest: bytes) -> None:
         self.partial += rest
+        if self.expect == "end" and self.partial != b"\r":
+            raise ValueError("a chunk is longer than its size")
         if len(self.partial) > MAX_CHUNK_LINE_BYTES:
             raise ValueError("a line of the chunked coding is too long")
 

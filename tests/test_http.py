@@ -45,6 +45,8 @@ from wire import (
     refusal,
 )
 
+from disagg_proxy import Chunked
+
 BODY: JSON = {"prompt": "a", "messages": []}
 STREAM: JSON = BODY | {"stream": True}
 CONTENT = b'{"prompt":"a"}'
@@ -1641,3 +1643,11 @@ def test_thousands_of_interim_answers_are_none_of_the_clients_business(
     pair.p[0].answer(lambda request: [interim, *prefill_answer(request)])
     pair.d[0].answer(lambda request: [interim, *decode_answer(request)])
     assert pair.post(COMPLETIONS, BODY).status == 200
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_b67_bytes_behind_a_chunk_are_refused_before_their_line_ends(raw: bool) -> None:
+    body = Chunked(raw)
+    assert body.feed(b"3\r\nabc\r") == (b"3\r\nabc\r" if raw else b"abc")
+    with pytest.raises(ValueError, match="longer than its size"):
+        Chunked(raw).feed(b"3\r\nabcd")
