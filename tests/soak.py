@@ -148,6 +148,8 @@ class Soak:
     def run(self, seconds: float) -> list[str]:
         """Runs; returns what was wrong."""
         self.proxy.wait_all_up()
+        # At rest: what it listens on, and a probe's connection for each engine.
+        at_rest = self.proxy.open_sockets()
         work = [threading.Thread(target=self.disturb)]
         work += [
             threading.Thread(target=self.client, args=(n,)) for n in range(CLIENTS)
@@ -161,9 +163,9 @@ class Soak:
         self.over.set()
         for each in work:
             each.join()
-        return [*self.tally.wrong, *self.left_behind(warm)]
+        return [*self.tally.wrong, *self.left_behind(warm, at_rest)]
 
-    def left_behind(self, warm: int) -> list[str]:
+    def left_behind(self, warm: int, at_rest: int) -> list[str]:
         """What should not be there any more."""
         for each in self.sim.engines:
             each.clear_faults()
@@ -174,10 +176,8 @@ class Soak:
         print(f"memory: {warm} bytes warm, {growth:+} since")
         if growth > MAX_GROWTH:
             wrong.append(f"memory grew by {growth} bytes")
-        # One probe connection for each engine may be kept; all others are dropped.
-        most = len(self.sim.engines) + 8
         try:
-            poll(lambda: self.proxy.open_sockets() <= most, "sockets are closed")
+            poll(lambda: self.proxy.open_sockets() <= at_rest, "sockets are closed")
         except TimeoutError:
             wrong.append(f"{self.proxy.open_sockets()} sockets are left")
         return wrong
