@@ -1930,14 +1930,14 @@ class Service:
                 client.transport.abort()
 
     def tick(self) -> None:
-        """Looks at all deadlines, every TICK seconds."""
+        """Looks at all deadlines, every TICK seconds, whatever happens in one."""
+        self.loop.call_later(TICK, self.tick)
         now = self.loop.time()
         for client in list(self.clients):
             client.tick(now)
         for cycler in (self.proxy.prefill_cycler, self.proxy.decode_cycler):
             for instance in list(cycler.instances):
                 instance.tick(now)
-        self.loop.call_later(TICK, self.tick)
 
 
 # --- Scheduling -----------------------------------------------------------------------
@@ -2109,8 +2109,8 @@ class Connector:
         self, script: Script, instance: Instance
     ) -> Generator[None, None, str | None]:
         """Asks a prefill instance, with each probe; returns what is wrong, if any."""
+        yield from ()
         return None
-        yield
 
 
 class AutoConnector(Connector):
@@ -2288,6 +2288,8 @@ REFUSED_BY_DECODE = {
     "prompt": "x",
     "max_tokens": 1,
 }
+# Failures after which another instance may do better.
+RETRIED = (Failure.REFUSED, Failure.CONNECT_TIMEOUT, Failure.RESET)
 # What has to be looked at to tell whether one hand-over can serve a request.
 MAY_BYPASS = words("best_of echo n prompt_logprobs use_beam_search")
 # vLLM 0.33.0's routes that change an engine rather than use it.
@@ -2595,12 +2597,12 @@ class Proxy:
         prefill: Instance | None = None
         params: Raw | None = None
         avoid: list[Instance] = []
-        again = self.retries > 0
+        again, other_p = self.retries > 0, False
         if not self.decode_cycler.up:
             raise no_instance("decode")  # Before P works for nothing.
         while True:
             if two:
-                answer = yield from self.prefill(x, members, prefill)
+                answer = yield from self.prefill(x, members, prefill, other_p)
                 if answer is None:
                     return
                 prefill = answer.instance
@@ -2613,7 +2615,7 @@ class Proxy:
                 break
             again, params = False, None
             others = [i for i in self.decode_cycler.up if i is not leg.instance]
-            avoid = [leg.instance] if others else []
+            avoid, other_p = ([leg.instance], False) if others else ([], True)
             leg.close()
         yield from self.give(x, leg)
 
@@ -2635,9 +2637,9 @@ class Proxy:
         yield from x.relay(leg)
 
     def prefill(
-        self, x: Exchange, members: Members, used: Instance | None
+        self, x: Exchange, members: Members, used: Instance | None, other: bool
     ) -> Generator[None, None, Leg | None]:
-        """The P leg, on another instance than `used` if there is one.
+        """The P leg, on another instance than `used` if there is one, or must be.
 
         Returns the leg with a 200, or with the 5xx of an old engine that cannot
         prefill a forced tool call; None when the client has its answer.
@@ -2649,7 +2651,7 @@ class Proxy:
         while len(tried) <= self.retries:
             avoid = [*tried, used] if used else tried
             instance = self.pick(x, self.prefill_cycler, avoid)
-            if instance is None and used and used not in tried:
+            if instance is None and used and not other and used not in tried:
                 instance = self.pick(x, self.prefill_cycler, tried)
             if instance is None:
                 break
@@ -2707,18 +2709,18 @@ class Proxy:
         An instance that failed is not tried again; the other leg of its pair is
         closed at once.
         """
-        failed: list[Instance] = []
+        avoid: list[Instance] = []
         leg: Leg | None = None
         for _ in range(1 + self.retries):
-            pair = self.choose(x, failed)
+            pair = self.choose(x, avoid)
             if pair is None:
                 break
             if leg is not None:
                 leg.close()
             leg = yield from self.run_pair(x, members, pair)
-            if leg.failure is None and leg.status < 500:
+            if leg.failure not in RETRIED and leg.status < 500:
                 break
-            failed.append(leg.instance)
+            avoid.append(leg.instance)
             pair.prefill.suspect()
         if leg is None:
             raise no_instance("decode" if self.prefill_cycler.up else "prefill")
@@ -2759,8 +2761,10 @@ class Proxy:
             if p.settled and failed(p):
                 d.close()
                 return checked(p)
-            if p.settled and d.settled:
-                return d
+            if d.settled:
+                if p.settled:
+                    return d
+                d.pause()  # Nobody takes its bytes yet.
             yield
 
     # One leg.
@@ -2804,9 +2808,12 @@ class Proxy:
     def add_instance(self, x: Exchange) -> Steps:
         """Upstream's `POST /instances/add`, with its statuses and bodies."""
         cycler, address, order = self.admin_request(x)
-        instance = Instance(address, cycler)
+        named = Instance(address, cycler).address
+        instance = cycler.find(named) or Instance(address, cycler)
         key = x.client.service.engine_key
         problem = (yield from check_instance(x, instance, self.model, key)).problem
+        if problem is None and instance.state is State.UP:
+            raise AdminError(400, "Instance already exists.")
         if problem is None and cycler is self.prefill_cycler:
             try:
                 self.connector.adopt(instance, order)
@@ -2816,13 +2823,13 @@ class Proxy:
         if problem is not None:
             logger.warning("not added: %s: %s", instance, problem)
             raise AdminError(400, "Instance validation failed.")
-        known = cycler.find(instance.address)
-        if known is not None and known.state is State.UP:
+        known = cycler.find(named)
+        if known is not None and (known is not instance or known.state is State.UP):
             raise AdminError(400, "Instance already exists.")
         if known is None:
             cycler.instances.append(instance)
             self.watch(instance, key)
-        (known or instance).mark(State.UP)
+        instance.mark(State.UP)
         message = f"Added {address} to {cycler.role}_instances."
         x.answer(200, encode_json({"message": message}))
 
@@ -2848,7 +2855,7 @@ class Proxy:
         self, x: Exchange
     ) -> tuple[InstanceCycler, str, dict[str, object]]:
         """Checks key and body of an admin route; returns role, address and body."""
-        given = dict(Request(x).headers).get("x-api-key")
+        given = Request(x).headers.get("x-api-key")
         if given is None:
             missing = {
                 "type": "missing",
@@ -2881,11 +2888,8 @@ class Proxy:
         return cyclers[kind], address, order
 
 
-RETRIED = (Failure.REFUSED, Failure.CONNECT_TIMEOUT, Failure.RESET)
-
-
 def check_stream_options(members: Members) -> None:
-    """VLLM's coupling; it would refuse D's leg while P's blocks wait.
+    """The coupling that vLLM checks; it would refuse D's leg while P's blocks wait.
 
     Raises:
         ProxyError: 400.

@@ -423,8 +423,8 @@ OK_CHUNKS = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 
 
-def framing_disagreements(start: bytes, chunks: bytes) -> list[Disagreement]:
-    """What holds for requests and responses alike."""
+def head_disagreements(start: bytes) -> list[Disagreement]:
+    """What holds for the heads of requests and responses alike."""
     return [
         Disagreement(
             "bare LF",
@@ -469,6 +469,12 @@ def framing_disagreements(start: bytes, chunks: bytes) -> list[Disagreement]:
             has_two_framings,
             start + b"Content-Length: 0\r\nTransfer-Encoding: chunked\r\n\r\n" + END,
         ),
+    ]
+
+
+def chunk_disagreements(chunks: bytes) -> list[Disagreement]:
+    """What holds for chunked bodies of requests and responses alike."""
+    return [
         Disagreement(
             "blank behind a chunk size",
             "RFC 9112 section 7.1: not in the grammar",
@@ -508,7 +514,8 @@ def framing_disagreements(start: bytes, chunks: bytes) -> list[Disagreement]:
 
 
 REQUEST_DISAGREEMENTS = [
-    *framing_disagreements(START, CHUNKS),
+    *head_disagreements(START),
+    *chunk_disagreements(CHUNKS),
     Disagreement(
         "empty lines before the request line",
         "RFC 9112 section 2.2: a server should ignore at least one",
@@ -576,7 +583,8 @@ REQUEST_DISAGREEMENTS = [
 ]
 
 RESPONSE_DISAGREEMENTS = [
-    *framing_disagreements(OK, OK_CHUNKS),
+    *head_disagreements(OK),
+    *chunk_disagreements(OK_CHUNKS),
     Disagreement(
         "other versions",
         "RFC 9112 section 2.3: an engine answers HTTP/1.1 with 1.1 or 1.0",
