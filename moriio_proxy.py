@@ -31,7 +31,6 @@ import math
 import random
 import socket
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
@@ -66,6 +65,7 @@ from disagg_proxy import (
     names_blocks,
     no_instance,
     parse_address,
+    random_uuid,
     request_id_line,
     split_members,
     words,
@@ -218,7 +218,7 @@ def moriio_pair(p: Engine, p_rank: int | None, d: Engine, d_rank: int | None) ->
         f"___prefill_addr_{p.told['zmq_address']}___decode_addr_{d.told['zmq_address']}"
         f"_{random.getrandbits(128):032x}"
     )
-    transfer = f"tx-{uuid.uuid4()}"
+    transfer = f"tx-{random_uuid()}"
     to_p = {"do_remote_decode": True, "do_remote_prefill": False}
     to_d = {"do_remote_decode": False, "do_remote_prefill": True}
     return Pair(
