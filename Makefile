@@ -7,7 +7,7 @@ CHECKED := $(SOURCES) tests
 SCRIPTS := $(wildcard *.sh) .ci/run
 PIP := xargs $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo demo-moriio test lint soak fuzz docs e2e clean
+.PHONY: demo demo-moriio test lint soak fuzz docs dropin e2e clean
 
 # Two prefill and two decode engines (simulated), the proxy, one streamed answer.
 # KEEP=1 goes on until Ctrl-C.
@@ -41,6 +41,11 @@ fuzz: $(BIN)/.dev
 # Writes the tables of README.md and tests/README.md anew.
 docs: $(BIN)/.dev
 	$(BIN)/python tests/docs.py
+
+# Copies the scripts into a vLLM source tree, and has it judge them.
+dropin: $(BIN)/.dev
+	@$(BIN)/python tests/dropin.py "$(or $(VLLM),$(error \
+	    make dropin VLLM=path, the top of a vLLM source tree))"
 
 $(BIN)/.runtime: pyproject.toml
 	@echo "Setting up $(VENV)"

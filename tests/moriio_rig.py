@@ -13,6 +13,7 @@ needs heartbeats uses the simulated engines, which have them: `simulated`.
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import msgpack
@@ -43,6 +44,7 @@ class Proxy(ProxyProcess):
         argv: further arguments.
         discovery: the port, 0 for a free one.
         limits: module constants to scale down.
+        script: the file to run.
 
     """
 
@@ -51,9 +53,10 @@ class Proxy(ProxyProcess):
         *argv: str,
         discovery: int = 0,
         limits: Mapping[str, float] | None = None,
+        script: Path = MORIIO_PROXY,
     ) -> None:
         ports = ["--host", "127.0.0.1", "--service-discovery-port", str(discovery)]
-        super().__init__([*ports, *argv], MORIIO_PROXY, limits=limits)
+        super().__init__([*ports, *argv], script, limits=limits)
         line = self.wait_log(_REGISTER_AT)
         self.discovery = int(line.rpartition(":")[2])
 
