@@ -34,9 +34,9 @@ soak: $(BIN)/.dev
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/python tests/soak.py
 
-# Thirty times the examples of the comparison with h11.
+# Thirty times the examples of all properties, and new ones: ten minutes.
 fuzz: $(BIN)/.dev
-	FUZZ_FACTOR=30 $(BIN)/python -m pytest tests/test_oracle.py
+	FUZZ_FACTOR=30 $(BIN)/python -m pytest tests/test_oracle.py tests/test_fuzz_*.py
 
 # Writes the tables of README.md and tests/README.md anew.
 docs: $(BIN)/.dev

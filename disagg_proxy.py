@@ -116,6 +116,8 @@ MAX_BODY_BYTES = 256 * 1024 * 1024
 MAX_CHUNK_LINE_BYTES = 4096
 # Bytes of a prefill answer: hand-overs are kilobytes, so this is generous.
 MAX_HAND_OVER_BYTES = 16 * 1024 * 1024
+# Members of a body with half an emoji in it: they are found one by one, in Python.
+MAX_CUT_MEMBERS = 1024
 # Bytes of further requests kept while one is being answered on a connection.
 MAX_PIPELINED_BYTES = 64 * 1024
 # Bytes of a client's X-Request-Id that are given back.
@@ -720,21 +722,26 @@ def split_lone_surrogates(body: bytes) -> Members:
     found: Members = {}
 
     def skip(pos: int, wanted: str) -> int:
-        pos += len(text[pos:]) - len(text[pos:].lstrip(" \t\r\n"))
-        if text[pos : pos + 1] not in wanted or pos == len(text):
+        while (ahead := text[pos : pos + 1024]) and not ahead.strip(" \t\r\n"):
+            pos += len(ahead)
+        pos += len(ahead) - len(ahead.lstrip(" \t\r\n"))
+        if not ahead or text[pos] not in wanted:
             raise ValueError(f"expected one of {wanted!r} at character {pos}")
         return pos
 
     try:
         pos = skip(0, "{")
-        while text[pos] != "}":
+        for _ in range(MAX_CUT_MEMBERS):
             name, pos = scan(text, skip(pos + 1, '"'))
+            name.encode()  # No engine knows a name with a lone surrogate.
             start = skip(skip(pos, ":") + 1, '"{[-0123456789tfn')
             _, pos = scan(text, start)
             found[name] = Raw(text[start:pos].encode())
             pos = skip(pos, ",}")
+            if text[pos] == "}":
+                break
         if text[pos + 1 :].strip(" \t\r\n"):
-            raise ValueError("trailing characters")
+            raise ValueError("trailing characters, or too many members")
     except (ValueError, RecursionError) as err:
         raise ProxyError(400, f"The body is not valid JSON: {err}") from None
     return found
@@ -2339,7 +2346,12 @@ def is_prompt_list(prompt: Raw) -> bool:
     if start[:1] != b"[":
         return False
     first = start[1:].lstrip(b" \t\r\n")[:1]
-    return first not in b"-0123456789" and len(decode_items(prompt)) != 1
+    if first in b"-0123456789":
+        return False
+    try:
+        return len(decode_items(prompt)) != 1
+    except msgspec.DecodeError:  # Half an emoji, see `split_lone_surrogates`.
+        return len(json.loads(bytes(prompt))) != 1
 
 
 def prefill_body(members: Members, params: Raw | None) -> bytes:

@@ -1004,6 +1004,8 @@ MALFORMED_JSON = {
     "nested_and_closed": b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "cut_emoji_and_more": b'{"prompt":"\\ud83d"',
     "nested_behind_cut_emoji": b'{"a":"\\ud83d","b":' + b"[" * 100_000,
+    "members_behind_cut_emoji": b'{"a":"\\ud83d"' + b',"b":1' * 100_000 + b"}",
+    "cut_emoji_in_a_name": b'{"\\ud83d":1}',
 }
 
 

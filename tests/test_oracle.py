@@ -6,13 +6,9 @@ Hypothesis makes messages, spoils some of them and cuts them at every place. Wha
 counts is what is acted upon: a message that both hold to be whole must be the same
 message, and one that either refuses or still waits for must not be acted upon by
 the other. `REQUEST_DISAGREEMENTS` and `RESPONSE_DISAGREEMENTS` list all exceptions.
-
-`make test` runs a few hundred examples, always the same ones. `make fuzz` sets
-FUZZ_FACTOR, which multiplies their number and makes them new in each run.
 """
 
 import itertools
-import os
 import select
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +17,8 @@ from typing import NamedTuple
 import h11
 import httptools
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from fuzzing import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from rig import Close, Cluster, End, RawClient, Step
 from wire import Pace, assert_nobody_was_asked
@@ -39,20 +36,6 @@ from disagg_proxy import (
     read_request_head,
     response_framing,
 )
-
-FACTOR = int(os.environ.get("FUZZ_FACTOR", "1"))
-
-
-def examples(count: int) -> settings:
-    """Settings for `count` examples in `make test`."""
-    return settings(
-        max_examples=count * FACTOR,
-        derandomize=FACTOR == 1,
-        database=None,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
-
 
 CRLF = b"\r\n"
 HEX_DIGITS = b"0123456789abcdefABCDEF"
