@@ -1125,6 +1125,8 @@ class Instance:
         self.state = State.DOWN
         self.reason: str | None = "not checked yet"
         self.since = time.time()
+        # What its connector was told of it and has learnt, as JSON.
+        self.facts: dict[str, Any] = {}
         # How many requests failed, by kind.
         self.failures: Counter[str] = Counter()
         self.idle: dict[EngineConnection, None] = {}
@@ -2181,12 +2183,9 @@ class NixlPushConnector(Connector):
 
     pairs = True
 
-    def __init__(self) -> None:
-        # D's parameters for each prefill instance, but for the request's id.
-        self.coordinates: dict[Instance, dict[str, object]] = {}
-
     def adopt(self, instance: Instance, settings: Mapping[str, object]) -> None:
-        self.coordinates[instance] = {
+        # D's parameters, but for the request's id.
+        instance.facts = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": setting(settings, "engine_id", str, ""),
@@ -2198,7 +2197,7 @@ class NixlPushConnector(Connector):
 
     def pair(self, prefill: Instance, decode: Instance) -> Pair:
         name = f"{random.getrandbits(128):032x}"
-        params = {**self.coordinates[prefill], "remote_request_id": name}
+        params = {**prefill.facts, "remote_request_id": name}
         return Pair(
             prefill,
             decode,
@@ -2226,20 +2225,18 @@ class MooncakeConnector(Connector):
     pairs = True
 
     def __init__(self) -> None:
-        self.bootstraps: dict[Instance, Instance] = {}
-        # (DP rank, engine id) of each prefill instance; new ones after a restart.
-        self.ranks: dict[Instance, list[tuple[int, str]]] = {}
         self.turns: Counter[Instance] = Counter()
 
     def adopt(self, instance: Instance, settings: Mapping[str, object]) -> None:
         port = setting(settings, "bootstrap_port", int, 8998)
         address = f"{instance.address.rpartition(':')[0]}:{port}"
-        self.bootstraps[instance] = Instance(address, InstanceCycler("bootstrap"))
+        parse_address(address)
+        instance.facts = {"bootstrap": address}
 
     def learn(
         self, script: Script, instance: Instance
     ) -> Generator[None, None, str | None]:
-        bootstrap = self.bootstraps[instance]
+        bootstrap = Instance(instance.facts["bootstrap"], InstanceCycler("bootstrap"))
         leg = yield from fetch(script, bootstrap, b"/query", b"")
         if leg.failure is not None:
             return f"bootstrap server {bootstrap} {leg.failure.words}"
@@ -2247,11 +2244,12 @@ class MooncakeConnector(Connector):
             ranks = decode_mooncake(leg.body())
         except msgspec.DecodeError:
             return f"bootstrap server {bootstrap}: no list of DP ranks"
-        self.ranks[instance] = sorted((n, r.engine_id) for n, r in ranks.items())
+        # DP ranks and their engine ids; new ones after a restart.
+        instance.facts["ranks"] = sorted([n, r.engine_id] for n, r in ranks.items())
         return None if ranks else f"no DP rank has registered with {bootstrap} yet"
 
     def pair(self, prefill: Instance, decode: Instance) -> Pair:
-        ranks = self.ranks[prefill]
+        ranks = prefill.facts["ranks"]
         self.turns[prefill] += 1
         rank, engine = ranks[self.turns[prefill] % len(ranks)]
         transfer = f"xfer-{random_uuid()}"
@@ -2259,7 +2257,7 @@ class MooncakeConnector(Connector):
         d = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            "remote_bootstrap_addr": f"http://{self.bootstraps[prefill]}",
+            "remote_bootstrap_addr": f"http://{prefill.facts['bootstrap']}",
             "remote_engine_id": engine,
             "transfer_id": transfer,
         }
