@@ -1071,10 +1071,12 @@ class EngineConnection(asyncio.Protocol):
             leg.go_on()
         self.leg = leg.connection = None
         leg.done = True
+        # Nobody would look after what a bootstrap server or a refused instance has.
+        kept = leg not in self.instance.probes
         self.instance.leave(leg)
         # An engine may answer before it has read all of a large request.
         unsent = len(leg.sent) > SMALL_BODY_BYTES and transport.get_write_buffer_size()
-        if head.reusable and not unsent and not framing.extra:
+        if kept and head.reusable and not unsent and not framing.extra:
             self.used = True
             self.instance.keep(self)
         else:

@@ -203,7 +203,8 @@ def documents(tests: Iterable[str]) -> Iterator[tuple[Path, str]]:
     """Yields each document and the text it should have."""
     readme = ROOT / "README.md"
     text = replaced(readme.read_text(), "flags", flags())
-    text = replaced(text, "failures", fault_table.markdown())
+    for name, table_of_kind in fault_table.tables().items():
+        text = replaced(text, name, table_of_kind)
     yield readme, replaced(text, "limits", limits())
     index = TESTS / "README.md"
     yield index, replaced(index.read_text(), "bugs", bugs(tests))

@@ -35,12 +35,35 @@ class Sees(enum.Enum):
     CUT = "cut where it stopped"
 
 
+class Kind(enum.Enum):
+    """How a connector's legs hang together; the words are the manual's."""
+
+    # P's answer says where the KV is, and any D can have it.
+    HAND_OVER = "a hand-over"
+    # Both legs name each other, so a second try is a whole new pair.
+    SIDE_BY_SIDE = "a pair, side by side"
+    IN_TURN = "a pair, one after the other"
+
+
+CONNECTORS = {
+    "auto": Kind.HAND_OVER,
+    "nixl-push": Kind.SIDE_BY_SIDE,
+    "mooncake": Kind.SIDE_BY_SIDE,
+    "MoRIIO WRITE": Kind.SIDE_BY_SIDE,
+    "MoRIIO READ": Kind.IN_TURN,
+}
+
+# How many POSTs may reach a role: of two legs that run side by side, the one that is
+# closed because the other fails may not have got there.
+Posts = tuple[int, ...]
+
+
 class Outcome(NamedTuple):
-    """What the client gets, and how many POSTs reached each role."""
+    """What the client gets, and how many POSTs reach each role."""
 
     sees: Sees
-    prefills: int
-    decodes: int
+    prefills: Posts
+    decodes: Posts
 
 
 class Row(NamedTuple):
@@ -73,7 +96,7 @@ class Leave(NamedTuple):
         phase: when it goes.
         prefills: POSTs to prefill engines.
         decodes: POSTs to decode engines.
-        closed: the role whose engine sees its connection closed, if any does.
+        closed: the roles whose engines see their connections closed.
         hand_over: what becomes of it, in the manual's words.
 
     """
@@ -81,7 +104,7 @@ class Leave(NamedTuple):
     phase: str
     prefills: int
     decodes: int
-    closed: str | None
+    closed: tuple[str, ...]
     hand_over: str
 
 
@@ -108,127 +131,153 @@ CONNECTING = "while D is being connected to"
 BEFORE_HEAD = "before D's first byte"
 IN_ANSWER = "within D's answer"
 
-SERVED = Outcome(Sees.SERVED, 1, 1)
-# A second prefill, and where D was at fault a second decode.
-SECOND_PREFILL = Outcome(Sees.SERVED, 2, 1)
-SECOND_DECODE = Outcome(Sees.SERVED, 2, 2)
-CUT = Outcome(Sees.CUT, 1, 1)
+SERVED = Outcome(Sees.SERVED, (1,), (1,))
+NOBODY = Outcome(Sees.UNAVAILABLE, (0,), (0,))
 
 
-def refused_by(role: str, fault: str, sees: Sees, counted: str) -> Row:
+class Try(NamedTuple):
+    """What a request comes to when a role fails, whatever the connector.
+
+    Attributes:
+        sees: what the client gets.
+        reached: POSTs that reach the role.
+        tries: hand-overs or pairs that are begun.
+
+    """
+
+    sees: Sees
+    reached: int
+    tries: int
+
+    def outcome(self, kind: Kind, role: str) -> Outcome:
+        """The same with the POSTs to the other role."""
+        needs_both = self.sees in (Sees.SERVED, Sees.CUT)
+        if kind is Kind.SIDE_BY_SIDE:
+            other = tuple(range(int(needs_both), self.tries + 1))
+        else:
+            other = (int(needs_both) if role == "prefill" else self.tries,)
+        counts = {role: (self.reached,)}
+        return Outcome(
+            self.sees, counts.get("prefill", other), counts.get("decode", other)
+        )
+
+
+ANSWERED = Try(Sees.SERVED, 1, 1)
+# Another instance did better.
+REPLACED = Try(Sees.SERVED, 2, 2)
+
+
+def absent(kind: Kind, role: str) -> Row:
+    """All that a role has is down; the other role is not bothered."""
+    return Row(DOWN, role, NOBODY, SERVED, NOBODY, "down")
+
+
+def row(
+    kind: Kind,
+    role: str,
+    fault: str,
+    tries: tuple[Try, Try, Try],
+    counted: str | None = None,
+    state: str = "up",
+) -> Row:
+    """A row from what the settings come to."""
+    alone, one, both = (each.outcome(kind, role) for each in tries)
+    return Row(fault, role, alone, one, both, state, counted)
+
+
+def refused_by(kind: Kind, role: str, fault: str, sees: Sees, counted: str) -> Row:
     """Nothing is delivered; the instance leaves the rotation."""
-    none = Outcome(sees, int(role == "decode"), 0)
-    return Row(fault, role, none, SERVED, none, "down", counted)
+    # A hand-over that was not delivered is still good for another D.
+    same = kind is Kind.HAND_OVER and role == "decode"
+    second = 1 if same else 2
+    tries = Try(sees, 0, 1), Try(Sees.SERVED, 1, second), Try(sees, 0, second)
+    return row(kind, role, fault, tries, counted, "down")
 
 
-def no_answer_of_prefill(fault: str) -> Row:
-    """P's connection ends before its answer does."""
-    alone = Outcome(Sees.BAD_GATEWAY, 1, 0)
-    both = Outcome(Sees.BAD_GATEWAY, 2, 0)
-    return Row(fault, "prefill", alone, SECOND_PREFILL, both, counted="reset")
-
-
-def no_answer_of_decode(fault: str) -> Row:
-    """D's connection ends before the first byte for the client."""
-    alone = Outcome(Sees.BAD_GATEWAY, 1, 1)
-    both = Outcome(Sees.BAD_GATEWAY, 2, 2)
-    return Row(fault, "decode", alone, SECOND_DECODE, both, counted="reset")
-
-
-def broken_answer_of_decode(fault: str) -> Row:
-    """D's connection ends when the client has had its first byte."""
-    return Row(fault, "decode", CUT, CUT, CUT, counted="reset")
-
-
-def refusal(role: str, status: int) -> Row:
+def refusal(kind: Kind, role: str, status: int) -> Row:
     """A 4xx: the request is at fault, not the instance."""
-    same = Outcome(Sees.VERBATIM, 1, int(role == "decode"))
-    return Row(f"answers {status}", role, same, same, same)
+    same = Try(Sees.VERBATIM, 1, 1)
+    return row(kind, role, f"answers {status}", (same, same, same))
 
 
-def failure_of_prefill(status: int) -> Row:
-    """P answers 5xx."""
-    alone, both = Outcome(Sees.VERBATIM, 1, 0), Outcome(Sees.VERBATIM, 2, 0)
-    fault = f"answers {status}"
-    return Row(fault, "prefill", alone, SECOND_PREFILL, both, counted="5xx")
+def failure(kind: Kind, role: str, status: int) -> Row:
+    """A 5xx."""
+    tries = Try(Sees.VERBATIM, 1, 1), REPLACED, Try(Sees.VERBATIM, 2, 2)
+    return row(kind, role, f"answers {status}", tries, "5xx")
 
 
-def failure_of_decode(status: int) -> Row:
-    """D answers 5xx."""
-    alone, both = Outcome(Sees.VERBATIM, 1, 1), Outcome(Sees.VERBATIM, 2, 2)
-    fault = f"answers {status}"
-    return Row(fault, "decode", alone, SECOND_DECODE, both, counted="5xx")
+def no_answer(kind: Kind, role: str, fault: str) -> Row:
+    """The connection ends before there is anything for the client."""
+    tries = Try(Sees.BAD_GATEWAY, 1, 1), REPLACED, Try(Sees.BAD_GATEWAY, 2, 2)
+    return row(kind, role, fault, tries, "reset")
 
 
-def silence(role: str) -> Row:
+def broken_answer(kind: Kind, fault: str) -> Row:
+    """D's connection ends when the client has had its first byte."""
+    same = Try(Sees.CUT, 1, 1)
+    return row(kind, "decode", fault, (same, same, same), "reset")
+
+
+def silence(kind: Kind, role: str) -> Row:
     """An engine that may still be at work: nobody else is asked."""
-    same = Outcome(Sees.TIMED_OUT, 1, int(role == "decode"))
-    return Row(SILENT, role, same, same, same, counted="timeout")
+    same = Try(Sees.TIMED_OUT, 1, 1)
+    return row(kind, role, SILENT, (same, same, same), "timeout")
 
 
-def closed_before(role: str) -> Row:
+def closed_before(kind: Kind, role: str) -> Row:
     """The end of a kept connection was noticed in time."""
-    return Row(CLOSED_BEFORE, role, SERVED, SERVED, SERVED)
+    return row(kind, role, CLOSED_BEFORE, (ANSWERED, ANSWERED, ANSWERED))
 
 
-def closed_under(role: str) -> Row:
+def closed_under(kind: Kind, role: str) -> Row:
     """The kept connection ends just when it is used: the request may have arrived.
 
     The engine's POSTs are those that reached it.
     """
-    again = SERVED if role == "prefill" else SECOND_PREFILL
-    alone = Outcome(Sees.BAD_GATEWAY, int(role == "decode"), 0)
-    return Row(CLOSED_UNDER, role, alone, again, again, counted="reset")
+    again = Try(Sees.SERVED, 1, 2)
+    tries = Try(Sees.BAD_GATEWAY, 0, 1), again, again
+    return row(kind, role, CLOSED_UNDER, tries, "reset")
 
 
-def absent(role: str) -> Row:
-    """All that a role has is down; the other role is not bothered."""
-    none = Outcome(Sees.UNAVAILABLE, 0, 0)
-    return Row(DOWN, role, none, SERVED, none, "down")
+def rows(kind: Kind) -> Iterator[Row]:
+    """Yields what each failure comes to with such a connector."""
+    for role in ("prefill", "decode"):
+        yield absent(kind, role)
+        yield refused_by(kind, role, REFUSES, Sees.BAD_GATEWAY, "refused")
+        yield refused_by(kind, role, SWALLOWS, Sees.TIMED_OUT, "connect_timeout")
+        yield from (refusal(kind, role, status) for status in (400, 429))
+        yield from (failure(kind, role, status) for status in (500, 503))
+        for fault in (RESET_EARLY, RESET_LATE, DIES_IN_HEAD):
+            yield no_answer(kind, role, fault)
+        for fault in (DIES_AFTER_HEAD, DIES_IN_BODY, NO_LAST_CHUNK):
+            if role == "prefill":
+                yield no_answer(kind, role, fault)
+            else:
+                yield broken_answer(kind, fault)
+        yield silence(kind, role)
+        yield closed_before(kind, role)
+        yield closed_under(kind, role)
 
 
-ROWS = [
-    absent("prefill"),
-    refused_by("prefill", REFUSES, Sees.BAD_GATEWAY, "refused"),
-    refused_by("prefill", SWALLOWS, Sees.TIMED_OUT, "connect_timeout"),
-    refusal("prefill", 400),
-    refusal("prefill", 429),
-    failure_of_prefill(500),
-    failure_of_prefill(503),
-    no_answer_of_prefill(RESET_EARLY),
-    no_answer_of_prefill(RESET_LATE),
-    no_answer_of_prefill(DIES_IN_HEAD),
-    no_answer_of_prefill(DIES_AFTER_HEAD),
-    no_answer_of_prefill(DIES_IN_BODY),
-    no_answer_of_prefill(NO_LAST_CHUNK),
-    silence("prefill"),
-    closed_before("prefill"),
-    closed_under("prefill"),
-    absent("decode"),
-    refused_by("decode", REFUSES, Sees.BAD_GATEWAY, "refused"),
-    refused_by("decode", SWALLOWS, Sees.TIMED_OUT, "connect_timeout"),
-    refusal("decode", 400),
-    refusal("decode", 429),
-    failure_of_decode(500),
-    failure_of_decode(503),
-    no_answer_of_decode(RESET_EARLY),
-    no_answer_of_decode(RESET_LATE),
-    no_answer_of_decode(DIES_IN_HEAD),
-    broken_answer_of_decode(DIES_AFTER_HEAD),
-    broken_answer_of_decode(DIES_IN_BODY),
-    broken_answer_of_decode(NO_LAST_CHUNK),
-    silence("decode"),
-    closed_before("decode"),
-    closed_under("decode"),
-]
+def leaves(kind: Kind) -> Iterator[Leave]:
+    """Yields what comes of a client that leaves."""
+    beside = kind is Kind.SIDE_BY_SIDE
+    yield Leave(UPLOADING, 0, 0, (), "there is none")
+    if beside:
+        yield Leave(PREFILLING, 1, 1, ("prefill", "decode"), "none is made")
+    else:
+        yield Leave(PREFILLING, 1, 0, ("prefill",), "D is never asked")
+    yield Leave(CONNECTING, 1, 0, (), UNUSED[kind])
+    yield Leave(BEFORE_HEAD, 1, 1, ("decode",), "D has it")
+    yield Leave(IN_ANSWER, 1, 1, ("decode",), "D has it")
 
-LEAVES = [
-    Leave(UPLOADING, 0, 0, None, "there is none"),
-    Leave(PREFILLING, 1, 0, "prefill", "D is never asked"),
-    Leave(CONNECTING, 1, 0, None, "released through any D"),
-    Leave(BEFORE_HEAD, 1, 1, "decode", "D has it"),
-    Leave(IN_ANSWER, 1, 1, "decode", "D has it"),
-]
+
+# What becomes of a hand-over that nobody will use.
+UNUSED = {
+    Kind.HAND_OVER: "released through any D",
+    Kind.SIDE_BY_SIDE: "P is not told; its own limit frees it",
+    Kind.IN_TURN: "P is not told; its own limit frees it",
+}
 
 # --- Cells: each is a test ------------------------------------------------------------
 
@@ -238,12 +287,14 @@ class Cell:
     """A row in one setting.
 
     Attributes:
+        connector: of `CONNECTORS`.
         row: what fails, and how.
         setting: "alone", "one" or "both": an attribute of the row.
         stream: whether the client asks for a stream.
 
     """
 
+    connector: str
     row: Row
     setting: str
     stream: bool
@@ -260,31 +311,45 @@ class Cell:
         return outcome
 
     def __str__(self) -> str:
-        kind = "stream" if self.stream else "whole"
-        return f"{self.row.role} {self.row.fault}, {self.setting}, {kind}"
+        words = self.connector, f"{self.row.role} {self.row.fault}", self.setting
+        return ", ".join([*words, STREAMS[CONNECTORS[self.connector]][self.stream]])
+
+
+# Answers a client can ask for; of pairs only the harder one, as the rules are the same.
+STREAMED = {True: "stream"}
+STREAMS = {
+    Kind.HAND_OVER: {False: "whole", **STREAMED},
+    Kind.SIDE_BY_SIDE: STREAMED,
+    Kind.IN_TURN: STREAMED,
+}
 
 
 def cells() -> Iterator[Cell]:
     """Every row in every setting."""
-    for row in ROWS:
-        for setting in ("alone", "one", "both"):
-            for stream in (False, True):
-                yield Cell(row, setting, stream)
+    for connector, kind in CONNECTORS.items():
+        for row in rows(kind):
+            for setting in ("alone", "one", "both"):
+                for stream in STREAMS[kind]:
+                    yield Cell(connector, row, setting, stream)
 
 
 # --- The manual's tables --------------------------------------------------------------
 
 
-def table(heads: list[str], rows: Iterable[list[str]]) -> str:
+def table(heads: list[str], lines: Iterable[list[str]]) -> str:
     """A Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
+    lines = [heads, ["---"] * len(heads), *lines]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def words(outcome: Outcome) -> str:
     """What a client gets, and how many POSTs it took."""
     counts = {"P": outcome.prefills, "D": outcome.decodes}
-    posts = ", ".join(f"{role} {count}" for role, count in counts.items() if count)
+    posts = ", ".join(
+        f"{role} {count[0]}" + (f" to {count[-1]}" if len(count) > 1 else "")
+        for role, count in counts.items()
+        if any(count)
+    )
     return f"{outcome.sees.value} ({posts or 'nobody asked'})"
 
 
@@ -298,30 +363,40 @@ def listed(faults: list[str]) -> str:
     return ", ".join(said)
 
 
-def failures() -> Iterator[list[str]]:
+def failures(shown: Iterable[Row]) -> Iterator[list[str]]:
     """Yields a line for all faults that come to the same."""
-    for role, rows in groupby(ROWS, lambda row: row.role):
+    for role, of_role in groupby(shown, lambda row: row.role):
         for (outcomes, state), same in groupby(
-            rows, lambda row: (row[2:5], row.state == "down")
+            of_role, lambda row: (row[2:5], row.state)
         ):
             who = f"{role[0].upper()} {listed([row.fault for row in same])}"
-            after = "down" if state else "up"
-            yield [who, *(words(each) for each in outcomes), after]
+            yield [who, *(words(each) for each in outcomes), state]
 
 
-def departures() -> Iterator[list[str]]:
+def departures(shown: Iterable[Leave]) -> Iterator[list[str]]:
     """Yields a line for each phase in which a client can leave."""
-    for leave in LEAVES:
-        seen = f"{leave.closed[0].upper()}'s is closed" if leave.closed else "none"
-        yield [leave.phase, seen, leave.hand_over]
+    for leave in shown:
+        owners = " and ".join(f"{role[0].upper()}'s" for role in leave.closed)
+        yield [leave.phase, f"closed: {owners}" if owners else "", leave.hand_over]
 
 
-def markdown() -> str:
-    """Both tables; in parentheses the POSTs that reach each role."""
-    heads = ["what fails", "one P, one D", "one of two fails", "both fail", "then"]
-    left = ["the client leaves", "engine connection", "the hand-over"]
-    return f"{table(heads, failures())}\n{table(left, departures())}"
+FAILURES = ["what fails", "one P, one D", "one of two fails", "both fail", "then"]
+DEPARTURES = ["the client leaves", "engine connections", "the hand-over"]
 
 
-if __name__ == "__main__":
-    print(markdown())
+def markdown(kind: Kind, besides: Kind | None = None) -> str:
+    """Both tables of a kind; without the lines that are the same for another kind."""
+    known_rows = set(rows(besides)) if besides else set()
+    known_leaves = set(leaves(besides)) if besides else set()
+    fails = failures(row for row in rows(kind) if row not in known_rows)
+    left = departures(leave for leave in leaves(kind) if leave not in known_leaves)
+    return f"{table(FAILURES, fails)}\n{table(DEPARTURES, left)}"
+
+
+def tables() -> dict[str, str]:
+    """The parts of the manual, by name."""
+    return {
+        "failures": markdown(Kind.HAND_OVER),
+        "failures of pairs": markdown(Kind.SIDE_BY_SIDE, Kind.HAND_OVER),
+        "failures of pairs in turn": markdown(Kind.IN_TURN, Kind.HAND_OVER),
+    }

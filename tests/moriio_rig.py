@@ -176,6 +176,7 @@ class Fleet:
         )
         self.sizes = {"prefill": sizes[0], "decode": sizes[1]}
         self.proxy = Proxy(*argv, limits=limits)
+        self.connect = self.proxy.connect
         # The latest registration of each engine.
         self.told: dict[ScriptedEngine, JSON] = {}
 

@@ -256,7 +256,9 @@ class EngineRequest:
     @property
     def is_probe(self) -> bool:
         """Whether this is what a health or model check asks for."""
-        return self.line.startswith((b"GET /health ", b"GET /v1/models "))
+        return self.line.startswith(
+            (b"GET /health ", b"GET /v1/models ", b"GET /query ")
+        )
 
     def header(self, name: str) -> str | None:
         """The value of a header, None if absent; fails if it came twice."""
@@ -390,7 +392,8 @@ class ScriptedEngine:
     """An engine on a loopback port that records requests and plays answers.
 
     GET /health and GET /v1/models are answered by the attributes `health`, `models`
-    and `api_key`, and recorded in `probes`. Every other request is recorded in
+    and `api_key`, and recorded in `probes`; so is GET /query, as by the bootstrap
+    server of a Mooncake engine with one rank. Every other request is recorded in
     `requests` and takes the next answer given by `answer`, else `default`.
 
     Args:
@@ -449,6 +452,10 @@ class ScriptedEngine:
             return self._arrived.get(timeout=HANG_GUARD)
         except queue.Empty:
             raise AssertionError(f"no request came to {self}") from None
+
+    def open_connections(self) -> int:
+        """Number of connections that neither side has closed."""
+        return len(self._connections)
 
     def wait_connections(self, count: int) -> None:
         """Returns once exactly `count` connections are open."""
@@ -552,6 +559,8 @@ class ScriptedEngine:
             if isinstance(self.health, Gate):
                 return [self.health, http_response(200)]
             return [http_response(self.health)]
+        if request.target == "/query":
+            return [http_response(200, {"0": {"engine_id": f"engine-{self.port}"}})]
         models = [{"id": each, "object": "model"} for each in self.models]
         return [http_response(200, {"object": "list", "data": models})]
 
@@ -1212,6 +1221,7 @@ class Cluster:
         env: additional environment variables of the proxy.
         limits: module constants to scale down.
         script: the proxy to run.
+        connector: the proxy's `--kv-connector`, with what it takes besides.
 
     """
 
@@ -1224,12 +1234,21 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         limits: Mapping[str, float] | None = None,
         script: Path = DISAGG_PROXY,
+        connector: str = "auto",
     ) -> None:
         self.p = self._engines("prefill", prefill)
         self.d = self._engines("decode", decode)
         self.engines = [*self.p, *self.d]
         argv = ["--model", model]
-        argv += ["--prefill", *(each.instance for each in self.p)]
+        for each in self.p:
+            argv += ["--prefill", each.instance]
+            if connector == "mooncake":
+                argv.append(str(each.port))
+        if connector == "nixl-push":
+            ids = [f"engine-{each.port}" for each in self.p]
+            argv += ["--prefill-engine-id", *ids, "--prefill-kv-host", "127.0.0.1"]
+        if connector != "auto":
+            argv += ["--kv-connector", connector]
         argv += ["--decode", *(each.instance for each in self.d)]
         self.proxy = ProxyProcess([*argv, *args], script, env, limits)
         self.connect = self.proxy.connect

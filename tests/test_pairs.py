@@ -169,3 +169,15 @@ def test_a_mooncake_p_that_was_restarted_is_asked_for_its_new_engine_id() -> Non
             "the restarted engine serves",
         )
         assert sim.d[0].stats()["bad_handovers"] == 0
+
+
+def test_a_bootstrap_server_is_left_without_idle_connections() -> None:
+    limits = {"PROBE_INTERVAL_UP": 0.01, "ENGINE_IDLE_TIMEOUT": 0.05, "TICK": 0.01}
+    with Cluster(connector="mooncake", limits=limits) as cluster:
+        p = cluster.p[0]
+
+        def queries() -> int:
+            return sum(each.target == "/query" for each in p.probes)
+
+        poll(lambda: queries() > 20, "the ranks were asked for many times")
+        assert p.open_connections() < 10

@@ -6,7 +6,14 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Self
 
-from rig import COMPLETIONS, Cluster, RawClient, Response, http_request
+from rig import (
+    COMPLETIONS,
+    Cluster,
+    ProxyProcess,
+    RawClient,
+    Response,
+    http_request,
+)
 
 # A request that some receiver might be tricked into seeing behind a refused one.
 SECOND = http_request("POST", COMPLETIONS, {"prompt": "second"})
@@ -30,8 +37,8 @@ class Pace:
     the same round of its loop: it is out when one more answer is here.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._client = cluster.connect()
+    def __init__(self, proxy: Cluster | ProxyProcess) -> None:
+        self._client = proxy.connect()
 
     def wait(self) -> None:
         """Returns once the proxy has read all that was sent to it before."""
