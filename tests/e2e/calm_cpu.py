@@ -4,13 +4,15 @@
 
 vLLM and NIXL wait by spinning, which suits a machine with more cores than engines.
 On two cores five spinning engines starve one another. The connectors and the
-engine stay the stock ones; only how long they spin changes.
+engine stay the stock ones; only how long they spin changes, and that Mooncake's asks
+for a device of which a CPU build has none.
 """
 
 from types import SimpleNamespace
 from typing import Any
 
 import nixl._api as nixl_api
+import torch
 from vllm.distributed.device_communicators import shm_broadcast
 
 SPIN_SECONDS = 0.001
@@ -48,6 +50,12 @@ def slow_progress_thread() -> None:
     )
 
 
+def number_the_processor() -> None:
+    """Gives the CPU an index among accelerators, for Mooncake's connector."""
+    torch.accelerator.current_device_index = lambda: 0
+
+
 def apply() -> None:
+    number_the_processor()
     shorten_spinning()
     slow_progress_thread()

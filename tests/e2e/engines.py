@@ -12,17 +12,29 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from rig import JSON, ProxyProcess, RawClient, Response, poll
+from recipes import Recipe
+from rig import (
+    DISAGG_PROXY,
+    JSON,
+    ROOT,
+    ProxyProcess,
+    RawClient,
+    Response,
+    poll,
+)
+
+from disagg_proxy import argument_parser, prefill_settings
 
 HERE = Path(__file__).resolve().parent
 
 HOST = "127.0.0.1"
+ADMIN_KEY = "secret"
 MODEL = "tiny"
 # Tokens; the smallest that vLLM's CPU attention takes.
 BLOCK_SIZE = 32
@@ -89,15 +101,26 @@ def request(
 
 
 class Engine:
-    """One running `vllm serve`: where it listens, and what it says about itself."""
+    """One running `vllm serve`: where it listens, and what it says about itself.
 
-    def __init__(self, name: str, port: int, pid: int, log: Path) -> None:
+    Args:
+        name: of the engine.
+        address: where it listens.
+        pid: of its API server.
+        order: what the engine server was told; "log" is its log.
+
+    """
+
+    def __init__(
+        self, name: str, address: tuple[str, int], pid: int, order: JSON
+    ) -> None:
         self.name = name
         self.pid = pid
-        self.log = log
-        self.address = (HOST, port)
-        self.port = port
-        self.instance = f"{HOST}:{port}"
+        self.order = order
+        self.log = Path(order["log"])
+        self.address = address
+        self.port = address[1]
+        self.instance = f"{address[0]}:{self.port}"
         self._exited = os.pidfd_open(pid)
 
     def ready(self) -> bool:
@@ -174,6 +197,8 @@ class EngineServer:
         kv_transfer: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         port: int | None = None,
+        host: str = HOST,
+        options: Sequence[str] = (),
     ) -> Engine:
         """Forks an engine. It is not ready yet: see `Engine.ready`.
 
@@ -182,17 +207,33 @@ class EngineServer:
             kv_transfer: value of `--kv-transfer-config`; None for a plain engine.
             env: additional environment variables.
             port: to listen on; None for any.
+            host: to listen on.
+            options: further arguments.
 
         """
-        port = port or free_port()
-        args = self._arguments(port)
+        address = host, port or free_port()
+        args = [*self._arguments(address), *options]
         if kv_transfer is not None:
             args.append(f"--kv-transfer-config={json.dumps(kv_transfer)}")
         log = self.logs / f"{name}.log"
         order = {"log": str(log), "env": env or {}, "args": args}
-        return Engine(name, port, self._fork(order), log)
+        return Engine(name, address, self._fork(order), order)
 
-    def _fork(self, order: dict[str, Any]) -> int:
+    def start_again(self, engine: Engine, changes: dict[str, str]) -> Engine:
+        """Forks an engine that has ended once more.
+
+        Args:
+            engine: that has ended.
+            changes: what stood in its arguments to what is there now.
+
+        """
+        args = engine.order["args"]
+        for old, new in changes.items():
+            args = [argument.replace(old, new) for argument in args]
+        order = engine.order | {"args": args}
+        return Engine(engine.name, engine.address, self._fork(order), order)
+
+    def _fork(self, order: JSON) -> int:
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -205,12 +246,12 @@ class EngineServer:
             raise RuntimeError(f"vLLM was not imported\n{log}")
         return int(pid)
 
-    def _arguments(self, port: int) -> list[str]:
+    def _arguments(self, address: tuple[str, int]) -> list[str]:
         options = {
             "model": self._model,
             "served-model-name": MODEL,
-            "host": HOST,
-            "port": port,
+            "host": address[0],
+            "port": address[1],
             "dtype": "float32",
             "max-model-len": MAX_MODEL_LEN,
             "max-num-batched-tokens": MAX_SEQUENCES * MAX_MODEL_LEN,
@@ -261,16 +302,6 @@ def nixl(
     }
     env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     return server.start(name, config, env, port)
-
-
-def example(server: EngineServer, name: str, storage: Path) -> Engine:
-    """Starts an engine that shares its KV blocks as files in `storage`."""
-    config = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
-    }
-    return server.start(name, config)
 
 
 # --- A fleet --------------------------------------------------------------------------
@@ -343,19 +374,89 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(
-    plain: Engine, prefill: list[Engine], decode: list[Engine]
+    plain: Engine,
+    prefill: list[Engine],
+    decode: list[Engine],
+    argv: list[str] | None = None,
 ) -> Iterator[Fleet]:
-    """Waits for the engines, starts the proxy; ends all of them but the plain one."""
+    """Waits for the engines, starts the proxy; ends all of them but the plain one.
+
+    Args:
+        plain: engine to compare with.
+        prefill: engines of that role.
+        decode: engines of that role.
+        argv: the proxy's arguments; None for those that name the engines.
+
+    """
     try:
         for engine in [plain, *prefill, *decode]:
             poll(engine.ready, f"{engine.name} is ready", READY_TIMEOUT)
-        addresses = [
-            ["--prefill", *(engine.instance for engine in prefill)],
-            ["--decode", *(engine.instance for engine in decode)],
-        ]
-        with ProxyProcess(["--model", MODEL, *sum(addresses, [])]) as proxy:
+        if argv is None:
+            roles = ("--prefill", prefill), ("--decode", decode)
+            argv = ["--model", MODEL]
+            for flag, engines in roles:
+                argv += [flag, *(engine.instance for engine in engines)]
+        with ProxyProcess(argv, env={"ADMIN_API_KEY": ADMIN_KEY}) as proxy:
             proxy.wait_all_up()
             yield Fleet(plain, prefill, decode, proxy)
     finally:
         for engine in prefill + decode:
             engine.stop()
+
+
+# What a recipe leaves to the machine: a CPU has no memory that NIXL would register
+# by itself, and no RDMA for Mooncake.
+ON_A_CPU: dict[str, JSON] = {
+    "nixl": {"kv_buffer_device": "cpu"},
+    "nixl-push": {"kv_buffer_device": "cpu"},
+    "mooncake": {"kv_connector_extra_config": {"mooncake_protocol": "tcp"}},
+}
+# The ports in the recipes; others may be in use on this machine.
+RECIPE_PORTS = ("8100", "8200", "5600", "8998")
+
+
+@contextlib.contextmanager
+def recipe_fleet(
+    server: EngineServer,
+    plain: Engine,
+    name: str,
+    changes: dict[str, str] | None = None,
+) -> Iterator[Fleet]:
+    """Does what a recipe of the README says, on loopback addresses as machines.
+
+    Args:
+        server: forks the engines.
+        plain: engine to compare with.
+        name: of the recipe.
+        changes: what a test has in place of what stands there.
+
+    """
+    ports = {port: str(free_port()) for port in Recipe(name).mentioned(RECIPE_PORTS)}
+    local = {"10.0.0.": "127.0.0.", "MODEL": MODEL}
+    recipe = Recipe(name, local | ports | (changes or {}))
+    script, *argv = recipe.proxy.arguments
+    assert ROOT / script == DISAGG_PROXY
+    args = argument_parser().parse_args(argv)
+    roles = {"prefill": prefill_settings(args)[0], "decode": args.decode}
+    prefill, decode = (
+        [
+            start_launch(server, f"{name}-{role}-{number}", recipe, role, instance)
+            for number, instance in enumerate(instances)
+        ]
+        for role, instances in roles.items()
+    )
+    with fleet(plain, prefill, decode, argv) as running:
+        yield running
+
+
+def start_launch(
+    server: EngineServer, name: str, recipe: Recipe, role: str, instance: str
+) -> Engine:
+    """Starts one engine of a recipe, the one that the proxy knows as `instance`."""
+    launch = recipe.engine(role, instance.rpartition(":")[0])
+    assert launch.arguments[::2] == ["--host", "--port", "--kv-transfer-config"]
+    host, port = launch.option("--host"), launch.option("--port")
+    assert f"{host}:{port}" == instance
+    env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), **launch.env}
+    config = launch.kv_transfer() | ON_A_CPU.get(recipe.name, {})
+    return server.start(name, config, env, int(port), host)

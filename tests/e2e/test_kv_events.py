@@ -215,12 +215,10 @@ class Follower:
 
 def start(server: EngineServer, ports: Ports, name: str) -> Engine:
     """Forks an engine that publishes, and waits for it."""
-    port = engines.free_port()
-    args = [*server._arguments(port), f"--kv-events-config={ports.config()}"]
-    order = {"log": str(server.logs / f"{name}.log"), "args": args}
+    options = [f"--kv-events-config={ports.config()}"]
     # With /reset_prefix_cache.
-    pid = server._fork({**order, "env": {"VLLM_SERVER_DEV_MODE": "1"}})
-    engine = Engine(name, port, pid, server.logs / f"{name}.log")
+    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    engine = server.start(name, env=env, options=options)
     poll(engine.ready, f"{name} is ready", READY_TIMEOUT)
     return engine
 

@@ -15,7 +15,7 @@ import openai
 import pytest
 from e2e import engines, workload
 from e2e.engines import MODEL, Engine, EngineServer, Fleet, Ledger, request
-from e2e.workload import Question
+from e2e.workload import LONG, Question
 from rig import CHAT, COMPLETIONS, JSON, poll
 
 RUNNING = "vllm:num_requests_running"
@@ -28,18 +28,12 @@ FAILURES = (
     "vllm:nixl_num_kv_expired_reqs_total",
     "vllm:nixl_num_notifications_after_expiry_total",
 )
-# A stream that would take seconds to its end.
-LONG = {"max_tokens": 1800, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def fleet(server: EngineServer, plain: Engine) -> Iterator[Fleet]:
     """Two prefill and two decode engines behind the proxy."""
-    prefill = [
-        engines.nixl(server, f"nixl-prefill-{i}", "kv_producer") for i in range(2)
-    ]
-    decode = [engines.nixl(server, f"nixl-decode-{i}", "kv_consumer") for i in range(2)]
-    with engines.fleet(plain, prefill, decode) as fleet:
+    with engines.recipe_fleet(server, plain, "nixl") as fleet:
         yield fleet
 
 

@@ -34,6 +34,8 @@ TOWN = {
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": TOWN}}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+# An answer that would take many seconds to its end.
+LONG = {"max_tokens": 1800, "ignore_eos": True}
 TOWN_FORMAT = {"type": "json_schema", "json_schema": {"name": "town", "schema": TOWN}}
 
 # Added to a request for a completion. Each is served by two legs.
@@ -128,6 +130,25 @@ def two_legged(salt: str) -> Iterator[Question]:
     lengths = itertools.cycle(LENGTHS)
     for number, (kind, options) in enumerate(itertools.cycle(kinds)):
         yield kind(text(f"{salt} {number}", next(lengths)), options)
+
+
+def cold(salt: str, count: int) -> list[Question]:
+    """Completions and chats, streamed and not, whose prompts share no block.
+
+    Args:
+        salt: makes the prompts new to engines that answered other salts.
+        count: how many.
+
+    """
+    asked = []
+    for number in range(count):
+        content = text(f"{number} {salt}", LENGTHS[number % len(LENGTHS)])
+        stream = WITH_USAGE if number % 4 >= 2 else {}
+        alone = {"messages": [{"role": "user", "content": content}]}
+        asked.append(
+            chat(content, alone | stream) if number % 2 else completion(content, stream)
+        )
+    return asked
 
 
 def questions(salt: str) -> list[Question]:
