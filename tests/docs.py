@@ -196,6 +196,26 @@ def cell(names: list[str]) -> str:
     )
 
 
+# --- Pictures -------------------------------------------------------------------------
+
+# The colours of `docs/request.svg`, and what they are on a dark page.
+DARK = {
+    "#1f2328": "#e6edf3",
+    "#57606a": "#9198a1",
+    "#f6f8fa": "#21262d",
+    "#ddf4ff": "#0c2d6b",
+    "#0969da": "#58a6ff",
+    "#bc4c00": "#f0883e",
+}
+
+
+def darkened(picture: str) -> str:
+    """A picture for dark pages."""
+    for light, dark in DARK.items():
+        picture = picture.replace(light, dark)
+    return picture
+
+
 # --- Files ----------------------------------------------------------------------------
 
 
@@ -206,6 +226,8 @@ def documents(tests: Iterable[str]) -> Iterator[tuple[Path, str]]:
     for name, table_of_kind in fault_table.tables().items():
         text = replaced(text, name, table_of_kind)
     yield readme, replaced(text, "limits", limits())
+    light = TESTS / "docs" / "request.svg"
+    yield light.with_stem("request-dark"), darkened(light.read_text())
     index = TESTS / "README.md"
     yield index, replaced(index.read_text(), "bugs", bugs(tests))
 

@@ -7,6 +7,7 @@ Where a table is out of step: `make docs`.
 
 import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import docs
 import pytest
@@ -74,11 +75,28 @@ def test_every_test_that_is_named_exists(document: str, tests: list[str]) -> Non
 def test_every_file_that_is_named_exists(document: str) -> None:
     text = words((ROOT / document).read_text())
     named = {word for word in text if word.endswith((".py", ".md", ".toml"))}
-    upstream = {"disagg_proxy_demo.py"}
+    upstream = {
+        "disagg_proxy_demo.py",
+        "disagg_proxy_pushconnector_demo.py",
+        "mooncake_connector_proxy.py",
+        "moriio_toy_proxy_server.py",
+    }
     places = ROOT, ROOT / "tests"
     assert named
     for name in named - upstream:
         assert "*" in name or any((place / name).is_file() for place in places), name
+
+
+def test_every_picture_and_every_heading_that_is_linked_is_there() -> None:
+    named = [part.partition('"')[0] for part in README.split("tests/docs/")[1:]]
+    assert named
+    for name in named:
+        ElementTree.parse(ROOT / "tests/docs" / name)
+    heads = [line.lstrip("# ") for line in README.splitlines() if line[:1] == "#"]
+    anchors = {head.lower().replace("'", "").replace(" ", "-") for head in heads}
+    linked = {part.partition(")")[0] for part in README.split("](#")[1:]}
+    assert linked
+    assert linked <= anchors
 
 
 # --- Commands -------------------------------------------------------------------------
