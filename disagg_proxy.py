@@ -122,6 +122,10 @@ MAX_CUT_MEMBERS = 1024
 MAX_PIPELINED_BYTES = 64 * 1024
 # Bytes of a client's X-Request-Id that are given back.
 MAX_REQUEST_ID_BYTES = 512
+# Responses whose decode instance is remembered: a day of one in a second.
+MAX_HOLDERS = 100_000
+# Bytes from the start of an answer that have a response's id: it comes first.
+MAX_RESPONSE_ID_OFFSET = 512
 # Bytes of a body that is cheaper to copy behind its head than to send apart.
 SMALL_BODY_BYTES = 16 * 1024
 # Bytes waiting for a slow reader before its engine is no longer read.
@@ -190,15 +194,13 @@ class ProxyError(Exception):
         self.message = message
         self.headers = headers
 
-    def body(self) -> bytes:
-        """The OpenAI error object."""
-        error = {
-            "message": self.message,
-            "type": REASONS[self.status][1],
-            "param": None,
-            "code": self.status,
-        }
-        return msgspec.json.encode({"error": error})
+    def body(self, target: bytes) -> bytes:
+        """The error object of a route: OpenAI's, or Anthropic's for its messages."""
+        error = {"type": REASONS[self.status][1], "message": self.message}
+        if target.startswith(b"/v1/messages"):
+            return msgspec.json.encode({"type": "error", "error": error})
+        more = {"param": None, "code": self.status}
+        return msgspec.json.encode({"error": {**error, **more}})
 
 
 class AdminError(ProxyError):
@@ -208,7 +210,7 @@ class AdminError(ProxyError):
         super().__init__(status, "")
         self.detail = detail
 
-    def body(self) -> bytes:
+    def body(self, target: bytes) -> bytes:
         return msgspec.json.encode({"detail": self.detail})
 
 
@@ -922,21 +924,6 @@ class Leg:
             self.paused = False
             self.connection.transport.resume_reading()
 
-    def note_stream_error(self, start: bytes) -> None:
-        """Counts a stream whose first event is an error: its status was sent."""
-        if STREAM_ERROR in start[:MAX_STREAM_ERROR_OFFSET]:
-            self.instance.failures["stream_error"] += 1
-
-    def looking(self, sink: Callable[[bytes], None]) -> Callable[[bytes], None]:
-        """A sink that looks at the first bytes, then leaves it to `sink`."""
-
-        def first(data: bytes) -> None:
-            self.note_stream_error(data)
-            self.sink = sink
-            sink(data)
-
-        return first
-
     def close(self) -> None:
         """Nobody waits for it any more: an engine that works on it is told."""
         if not self.done:
@@ -1627,7 +1614,7 @@ class ClientConnection(asyncio.Protocol):
         RFC 9112 section 9.6: closing with unread data would reset the
         connection and might take the answer with it.
         """
-        body = err.body()
+        body = err.body(self.head.target if self.head else b"")
         fields = [("Content-Length", str(len(body))), *err.headers]
         fields += [("Content-Type", "application/json"), ("Connection", "close")]
         head = render_head(err.status, fields) + CRLF
@@ -1697,6 +1684,8 @@ class Exchange(Script):
         self.begun = False
         # The leg whose answer is being passed on.
         self.feeding: Leg | None = None
+        # Is shown the first bytes of D's body, and which D it was.
+        self.on_start: Callable[[Instance, bytes], None] | None = None
         # What a custom callable waits for while the client is slow.
         self.drained: asyncio.Future[None] | None = None
         # Header lines that all legs share.
@@ -1830,10 +1819,10 @@ class Exchange(Script):
         self.begun = True
         write(head + (encode_chunk(body) if recode else body))
         if body:
-            leg.note_stream_error(body)
+            self.look(leg, body)
         if not leg.done:
             sink = (lambda data: write(encode_chunk(data))) if recode else write
-            leg.sink = sink if body else leg.looking(sink)
+            leg.sink = sink if body else self.looking(leg, sink)
             self.feeding = leg
             leg.go_on() if self.client.writable else leg.pause()
             while not leg.done:
@@ -1843,6 +1832,28 @@ class Exchange(Script):
                 raise ConnectionError(f"{leg.instance} {leg.failure.words}")
         if recode:
             write(LAST_CHUNK)
+
+    def look(self, leg: Leg, start: bytes) -> None:
+        """Looks at the first bytes of an answer's body.
+
+        A stream whose first event is an error is counted: its status was sent.
+        """
+        if STREAM_ERROR in start[:MAX_STREAM_ERROR_OFFSET]:
+            leg.instance.failures["stream_error"] += 1
+        if self.on_start is not None:
+            self.on_start(leg.instance, start)
+
+    def looking(
+        self, leg: Leg, sink: Callable[[bytes], None]
+    ) -> Callable[[bytes], None]:
+        """A sink that looks at the first bytes, then leaves it to `sink`."""
+
+        def first(data: bytes) -> None:
+            self.look(leg, data)
+            leg.sink = sink
+            sink(data)
+
+        return first
 
     def _relayed_head(self, leg: Leg) -> bytes:
         """The engine's head with the fields of this connection."""
@@ -1889,7 +1900,8 @@ class Exchange(Script):
             if not isinstance(err, ProxyError):
                 logger.error("internal error", exc_info=err)
                 err = ProxyError(500, "Internal error in the proxy")
-            self.answer(err.status, err.body(), headers=err.headers)
+            body = err.body(self.head.target)
+            self.answer(err.status, body, headers=err.headers)
         client.finished(self.keep_alive)
 
 
@@ -2018,6 +2030,7 @@ NIXL_PREFILL = Raw(
 
 class PrefillAnswer(msgspec.Struct):
     kv_transfer_params: Raw = NULL
+    prompt_token_ids: Raw = NULL
 
 
 class HandOver(msgspec.Struct):
@@ -2052,10 +2065,10 @@ def read_hand_over(answer: bytes) -> tuple[Raw, HandOver]:
         return params, HandOver(**{name: found[name] for name in known})
 
 
-def names_blocks(block_ids: Raw) -> bool:
-    """Whether `remote_block_ids` is a list that names any block."""
-    blocks = bytes(block_ids)
-    return blocks[:1] == b"[" and blocks.strip(b"[], \t\r\n") != b""
+def names_any(ids: Raw) -> bool:
+    """Whether block or token ids are a list, nested or not, that has any."""
+    found = bytes(ids)
+    return found[:1] == b"[" and found.strip(b"[], \t\r\n") != b""
 
 
 def bad_hand_over(instance: Instance, what: str) -> ProxyError:
@@ -2090,6 +2103,8 @@ class Connector:
     """
 
     pairs = False
+    # Whether the legs find each other by their X-Request-Id.
+    by_request_id = False
 
     def prefill_params(self) -> Raw:
         """`kv_transfer_params` of the P leg."""
@@ -2144,7 +2159,7 @@ class AutoConnector(Connector):
         return self._checked(prefill, params, hand_over)
 
     def _checked(self, prefill: Instance, params: Raw, found: HandOver) -> Raw:
-        if not names_blocks(found.remote_block_ids):
+        if not names_any(found.remote_block_ids):
             raise bad_hand_over(prefill, "a hand-over without block ids")
         needed = (found.remote_engine_id, found.remote_request_id, found.remote_port)
         if NULL in needed or EMPTY in needed:
@@ -2184,6 +2199,7 @@ class NixlPushConnector(Connector):
     """
 
     pairs = True
+    by_request_id = True
 
     def adopt(self, instance: Instance, settings: Mapping[str, object]) -> None:
         # D's parameters, but for the request's id.
@@ -2290,7 +2306,7 @@ IDENTITY = b"Accept-Encoding: identity\r\n"
 # The rest may shape the prompt, which has to be the same on both legs.
 NOT_FOR_PREFILL = words(
     "best_of echo logprobs min_completion_tokens min_tokens prompt_logprobs stop "
-    "stop_token_ids stream_options top_logprobs"
+    "stop_sequences stop_token_ids stream_options top_logprobs"
 )
 ONE_FOR_PREFILL = words("max_completion_tokens n")
 ADJUSTED_FOR_PREFILL = NOT_FOR_PREFILL | ONE_FOR_PREFILL
@@ -2304,6 +2320,8 @@ REFUSED_BY_DECODE = {
 RETRIED = (Failure.REFUSED, Failure.CONNECT_TIMEOUT, Failure.RESET)
 # What has to be looked at to tell whether one hand-over can serve a request.
 MAY_BYPASS = words("best_of echo n prompt_logprobs use_beam_search")
+# Names a response of before, which only the engine that made it knows.
+PREVIOUS = "previous_response_id"
 # vLLM 0.33.0's routes that change an engine rather than use it.
 ENGINE_CONTROL = words(
     "/abort_requests /collective_rpc /fault_tolerance/apply /fault_tolerance/status "
@@ -2315,8 +2333,10 @@ ENGINE_CONTROL = words(
 )
 
 
-def bypass_reason(members: Members, chat: bool) -> str | None:
-    """Why one hand-over cannot serve a request, or None when it can."""
+def completion_bypass(members: Members, chat: bool = False) -> str | None:
+    """`Endpoint.bypass` of completions; raises for what vLLM would refuse on D."""
+    if "stream_options" in members:
+        check_stream_options(members)
     prompt = members.get("prompt")
     if prompt is not None and is_prompt_list(prompt):
         return "prompt_list"
@@ -2333,6 +2353,42 @@ def bypass_reason(members: Members, chat: bool) -> str | None:
     with_logprobs = chat or not is_null(members.get("logprobs"))
     if with_logprobs and may_be_true(members.get("echo")):
         return "echo_logprobs"
+    return None
+
+
+def check_stream_options(members: Members) -> None:
+    """The coupling that vLLM checks; it would refuse D's leg while P's blocks wait.
+
+    Raises:
+        ProxyError: 400.
+
+    """
+    options = members.get("stream_options")
+    if is_null(options) or may_be_true(members.get("stream")):
+        return
+    if options is not None and bytes(options) != b"{}":
+        raise ProxyError(400, "Stream options can only be defined when `stream=True`.")
+
+
+class Tool(msgspec.Struct):
+    type: str = ""
+
+
+decode_tools = msgspec.json.Decoder(list[Tool] | None).decode
+
+
+def responses_bypass(members: Members) -> str | None:
+    """`Endpoint.bypass` of responses: what D keeps, or does in several rounds."""
+    if may_be_true(members.get("background")):
+        return "background"
+    if not is_null(members.get(PREVIOUS)):
+        return PREVIOUS
+    try:
+        tools = decode_tools(members.get("tools", NULL)) or ()
+    except msgspec.DecodeError:
+        return "malformed_tools"
+    if any(tool.type != "function" for tool in tools):
+        return "built_in_tools"
     return None
 
 
@@ -2354,9 +2410,41 @@ def is_prompt_list(prompt: Raw) -> bool:
         return len(json.loads(bytes(prompt))) != 1
 
 
-def prefill_body(members: Members, params: Raw | None) -> bytes:
+class Endpoint(NamedTuple):
+    """How an endpoint runs on two legs."""
+
+    # Members of the P leg: one token, and nothing is kept.
+    prefill: Members
+    # Why one hand-over cannot serve a request; None when it can.
+    bypass: Callable[[Members], str | None]
+    # Whether the engine makes its own id from the X-Request-Id.
+    takes_request_id: bool = True
+    # Whether D gets the prompt as the tokens that P made of it.
+    token_ids: bool = False
+
+
+ONE_TOKEN: Members = {"stream": FALSE, "max_tokens": ONE}
+ENDPOINTS = {
+    "/v1/completions": Endpoint(ONE_TOKEN, completion_bypass),
+    "/v1/chat/completions": Endpoint(
+        ONE_TOKEN, functools.partial(completion_bypass, chat=True)
+    ),
+    "/v1/messages": Endpoint(ONE_TOKEN, lambda members: None),
+    "/v1/responses": Endpoint(
+        {"stream": FALSE, "max_output_tokens": ONE, "store": FALSE},
+        responses_bypass,
+        takes_request_id=False,
+    ),
+}
+# Asks P for the tokens, so that D need not make them once more.
+CHAT_IN_TOKENS = ENDPOINTS["/v1/chat/completions"]._replace(
+    prefill={**ONE_TOKEN, "return_token_ids": TRUE}, token_ids=True
+)
+
+
+def prefill_body(members: Members, own: Members, params: Raw | None) -> bytes:
     """The body of the P leg: the same prompt, one token, no stream."""
-    leg = {**members, "stream": FALSE, "max_tokens": ONE}
+    leg = {**members, **own}
     if not ADJUSTED_FOR_PREFILL.isdisjoint(members):
         for name in NOT_FOR_PREFILL & leg.keys():
             del leg[name]
@@ -2374,10 +2462,25 @@ def decode_body(members: Members, params: Raw | None) -> bytes:
     )
 
 
+def with_token_ids(params: Raw, answer: bytes) -> Raw:
+    """A hand-over with the token ids of the prompt, if P's answer has them.
+
+    Source: vLLM 0.32.0, `chat_completion/protocol.py`, `prompt_token_ids`.
+    """
+    try:
+        ids = decode_prefill_answer(answer).prompt_token_ids
+    except (msgspec.DecodeError, RecursionError):
+        return params
+    if not names_any(ids):
+        return params
+    return Raw(encode_json({**split_members(bytes(params)), "prompt_token_ids": ids}))
+
+
 def forces_tool(members: Members) -> bool:
     """Whether the answer has to be a tool call."""
     choice = bytes(members.get("tool_choice", NULL))
-    return choice == b'"required"' or choice[:1] == b"{"
+    named = choice[:1] == b"{" and b'"auto"' not in choice and b'"none"' not in choice
+    return named or choice == b'"required"'
 
 
 def failed(leg: Leg) -> bool:
@@ -2480,6 +2583,7 @@ class Proxy:
         retries: how many more prefill instances a request may try.
         connector: how the KV gets from P to D; `AutoConnector` if None.
         allow_engine_control: whether clients reach `ENGINE_CONTROL`.
+        token_handover: whether D gets a chat as tokens; not with pairs.
 
     Raises:
         ValueError: a malformed address.
@@ -2497,6 +2601,7 @@ class Proxy:
         retries: int = 1,
         connector: Connector | None = None,
         allow_engine_control: bool = False,
+        token_handover: bool = False,
     ) -> None:
         self.prefill_cycler = InstanceCycler("prefill")
         self.decode_cycler = InstanceCycler("decode")
@@ -2515,13 +2620,21 @@ class Proxy:
         self.left_of_round = self.rounds = 0
         # Clients ask for the same few routes again and again.
         self.route = functools.lru_cache(maxsize=256)(self.find_route)
+        # Which decode instance holds a response, the latest MAX_HOLDERS ids.
+        self.holders: dict[str, Instance] = {}
         # POST routes whose JSON body is checked before it is read.
         self.generate: dict[str, Handler] = {
-            "/v1/completions": custom_handler(custom_create_completion)
-            or self.two_legs,
-            "/v1/chat/completions": custom_handler(custom_create_chat_completion)
-            or self.two_legs,
+            path: functools.partial(self.two_legs, endpoint)
+            for path, endpoint in ENDPOINTS.items()
         }
+        if token_handover:
+            chat = "/v1/chat/completions"
+            self.generate[chat] = functools.partial(self.two_legs, CHAT_IN_TOKENS)
+        if custom_create_completion is not None:
+            self.generate["/v1/completions"] = custom_handler(custom_create_completion)
+        if custom_create_chat_completion is not None:
+            handler = custom_handler(custom_create_chat_completion)
+            self.generate["/v1/chat/completions"] = handler
         self.routes: dict[str, dict[bytes, Handler]] = {
             "/health": {b"GET": self.health},
             "/status": {b"GET": self.status},
@@ -2550,6 +2663,8 @@ class Proxy:
         if methods is None:
             if path.rstrip("/") in ENGINE_CONTROL and not self.allow_engine_control:
                 raise ProxyError(403, "Engine control is not open to clients")
+            if path.startswith("/v1/responses/"):
+                return functools.partial(self.one_response, path.split("/")[3])
             return self.one_leg
         if method == b"HEAD":
             method = b"GET"
@@ -2592,18 +2707,25 @@ class Proxy:
 
     # Two legs.
 
-    def two_legs(self, x: Exchange) -> Steps:
+    def two_legs(self, endpoint: Endpoint, x: Exchange) -> Steps:
         """Prefill on one instance, decode on another."""
         members = x.members()
-        if "stream_options" in members:
-            check_stream_options(members)
-        if bypass_reason(members, b"/chat/" in x.head.target):
-            return self.serial(x, members, two=False)
+        reason = endpoint.bypass(members)
+        if not endpoint.takes_request_id:
+            x.on_start = self.note_holder
+            if self.connector.by_request_id:
+                reason = reason or "request_id"
+        if reason == PREVIOUS:
+            body = decode_body(members, None)
+            response_id = bytes(members[PREVIOUS]).strip(b'"').decode()
+            return self.held(x, body, response_id)
+        if reason:
+            return self.serial(x, members, None)
         if self.connector.pairs:
-            return self.paired(x, members)
-        return self.serial(x, members, two=True)
+            return self.paired(x, members, endpoint)
+        return self.serial(x, members, endpoint)
 
-    def serial(self, x: Exchange, members: Members, two: bool) -> Steps:
+    def serial(self, x: Exchange, members: Members, two: Endpoint | None) -> Steps:
         """P's hand-over goes to D, under the rules of failure; or D serves alone.
 
         Before the client has seen a byte, a decode instance that failed gets
@@ -2618,13 +2740,19 @@ class Proxy:
         if not self.decode_cycler.up:
             raise no_instance("decode")  # Before P works for nothing.
         while True:
-            if two:
-                answer = yield from self.prefill(x, members, prefill, other_p)
+            if two is not None:
+                body = prefill_body(
+                    members, two.prefill, self.connector.prefill_params()
+                )
+                answer = yield from self.prefill(x, members, body, prefill, other_p)
                 if answer is None:
                     return
                 prefill = answer.instance
                 if answer.status == 200:
-                    params = self.connector.decode_params(prefill, answer.body())
+                    said = answer.body()
+                    params = self.connector.decode_params(prefill, said)
+                    if two.token_ids and params is not None:
+                        params = with_token_ids(params, said)
                 self.pair_off()
             body = decode_body(members, params)
             leg = yield from self.decode(x, body, avoid, params)
@@ -2654,14 +2782,18 @@ class Proxy:
         yield from x.relay(leg)
 
     def prefill(
-        self, x: Exchange, members: Members, used: Instance | None, other: bool
+        self,
+        x: Exchange,
+        members: Members,
+        body: bytes,
+        used: Instance | None,
+        other: bool,
     ) -> Generator[None, None, Leg | None]:
         """The P leg, on another instance than `used` if there is one, or must be.
 
         Returns the leg with a 200, or with the 5xx of an old engine that cannot
         prefill a forced tool call; None when the client has its answer.
         """
-        body = prefill_body(members, self.connector.prefill_params())
         tried: list[Instance] = []
         refused: Leg | None = None
         leg: Leg | None = None
@@ -2720,7 +2852,7 @@ class Proxy:
 
     # Pairs.
 
-    def paired(self, x: Exchange, members: Members) -> Steps:
+    def paired(self, x: Exchange, members: Members, endpoint: Endpoint) -> Steps:
         """Both legs name each other, so a retry is a whole new pair.
 
         An instance that failed is not tried again; the other leg of its pair is
@@ -2734,7 +2866,7 @@ class Proxy:
                 break
             if leg is not None:
                 leg.close()
-            leg = yield from self.run_pair(x, members, pair)
+            leg = yield from self.run_pair(x, members, endpoint, pair)
             if leg.failure not in RETRIED and leg.status < 500:
                 break
             avoid.append(leg.instance)
@@ -2753,7 +2885,7 @@ class Proxy:
         return self.connector.pair(prefill, decode)
 
     def run_pair(
-        self, x: Exchange, members: Members, pair: "Pair"
+        self, x: Exchange, members: Members, endpoint: Endpoint, pair: Pair
     ) -> Generator[None, None, Leg]:
         """Runs both legs until it is known which of them answers the client.
 
@@ -2761,7 +2893,8 @@ class Proxy:
         may come before the KV, so nothing is given to the client before P has
         succeeded: until then the pair can be replaced.
         """
-        body = prefill_body({**members, **pair.prefill_members}, pair.prefill_params)
+        own = {**endpoint.prefill, **pair.prefill_members}
+        body = prefill_body(members, own, pair.prefill_params)
         fields = pair.request_id + pair.prefill_fields + IDENTITY
         p = x.post(pair.prefill, body, fields, whole=True)
         while not (p.settled or pair.concurrent):
@@ -2789,6 +2922,40 @@ class Proxy:
     def one_leg(self, x: Exchange) -> Steps:
         """Any other path: to a decode instance as it is."""
         leg = yield from self.decode(x, forwarded_body(x), [])
+        yield from self.give(x, leg)
+
+    # Responses, which stay with the decode instance that made them.
+
+    def note_holder(self, instance: Instance, start: bytes) -> None:
+        """Remembers who made a response, from the first bytes of the answer."""
+        _, found, rest = start[:MAX_RESPONSE_ID_OFFSET].partition(b'"id":"')
+        response_id, ends, _ = rest.partition(b'"')
+        if found and ends:
+            self.holders[response_id.decode(errors="replace")] = instance
+            if len(self.holders) > MAX_HOLDERS:
+                del self.holders[next(iter(self.holders))]
+
+    def one_response(self, response_id: str, x: Exchange) -> Steps:
+        """Retrieves or cancels a response, or whatever its engine offers."""
+        return self.held(x, forwarded_body(x), response_id)
+
+    def held(self, x: Exchange, body: bytes, response_id: str) -> Steps:
+        """To the decode instance that holds a response.
+
+        Where that is not known (another proxy was told, or this one before it was
+        started again) the instances are asked one after the other.
+        """
+        holder = self.holders.get(response_id)
+        instances = self.decode_cycler.instances
+        known = holder in instances
+        avoid = [i for i in instances if known and i is not holder]
+        while True:
+            leg = yield from self.decode(x, body, avoid)
+            avoid = [*avoid, leg.instance]
+            others = any(i not in avoid for i in self.decode_cycler.up)
+            if leg.failure is not None or leg.status != 404 or not others:
+                break
+            leg.close()
         yield from self.give(x, leg)
 
     # The proxy's own routes.
@@ -2905,20 +3072,6 @@ class Proxy:
         return cyclers[kind], address, order
 
 
-def check_stream_options(members: Members) -> None:
-    """The coupling that vLLM checks; it would refuse D's leg while P's blocks wait.
-
-    Raises:
-        ProxyError: 400.
-
-    """
-    options = members.get("stream_options")
-    if is_null(options) or may_be_true(members.get("stream")):
-        return
-    if options is not None and bytes(options) != b"{}":
-        raise ProxyError(400, "Stream options can only be defined when `stream=True`.")
-
-
 def forwarded_body(x: Exchange) -> bytes:
     """A body for one leg: as it is, but for the parameters only the proxy sets.
 
@@ -2949,10 +3102,8 @@ def decode_or_refuse(body: bytes) -> None:
         raise ProxyError(400, f"The body is not valid JSON: {err}") from None
 
 
-def custom_handler(custom: Custom | None) -> Handler | None:
+def custom_handler(custom: Custom) -> Handler:
     """A handler that has a custom callable answer."""
-    if custom is None:
-        return None
 
     async def run(x: Exchange) -> None:
         given = custom(Request(x))
@@ -3105,6 +3256,7 @@ class ProxyServer(Server):
             retries=args.retries,
             connector=connector,
             allow_engine_control=args.allow_engine_control,
+            token_handover=args.token_handover,
         )
         for instance, own in zip(proxy.prefill_instances, settings):
             connector.adopt(instance, own)
@@ -3116,6 +3268,8 @@ class ProxyServer(Server):
             raise ValueError("Please specify at least one prefill node.")
         if not args.decode:
             raise ValueError("Please specify at least one decode node.")
+        if args.token_handover and CONNECTORS[args.kv_connector].pairs:
+            raise ValueError("--token-handover wants --kv-connector auto")
         for address in (*prefill_settings(args)[0], *args.decode):
             parse_address(address)
 
@@ -3224,6 +3378,11 @@ def argument_parser() -> argparse.ArgumentParser:
         choices=sorted(CONNECTORS),
         default="auto",
         help="how the KV cache gets from prefill to decode",
+    )
+    parser.add_argument(
+        "--token-handover",
+        action="store_true",
+        help="give decode the tokens of a chat, which prefill has made already",
     )
     parser.add_argument(
         "--scheduling-policy",

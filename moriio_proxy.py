@@ -62,7 +62,7 @@ from disagg_proxy import (
     configure_logging,
     encode_json,
     forwarded_body,
-    names_blocks,
+    names_any,
     no_instance,
     parse_address,
     random_uuid,
@@ -262,7 +262,7 @@ def decode_params(
         found = split_members(bytes(given))
     except ProxyError:
         found = {}
-    if not names_blocks(found.get("remote_block_ids", NULL)):
+    if not names_any(found.get("remote_block_ids", NULL)):
         if given != NULL:
             logger.warning("prefill %s hands over no blocks", prefill)
         return None
@@ -277,6 +277,7 @@ class MoRIIOConnector(Connector):
     """The engines know of each other; `MoRIIOProxy.choose` makes the pairs."""
 
     pairs = True
+    by_request_id = True
 
 
 class MoRIIOProxy(Proxy):

@@ -447,10 +447,11 @@ class Engine:
         else:
             exchange.answer(refused.status, api.error(refused))
 
-    def remember(self, generation: Generation, whole: bytes) -> None:
+    def remember(self, generation: Generation) -> None:
         """Stores a response that may be asked for or continued."""
         if generation.api.path != b"/v1/responses" or generation.body.store is False:
             return
+        whole = generation.api.whole(generation)
         self.responses[generation.id] = generation.sequences[0].prompt, whole
         if len(self.responses) > MAX_RESPONSES:
             del self.responses[next(iter(self.responses))]

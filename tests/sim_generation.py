@@ -209,13 +209,12 @@ class Generation(Answer):
     def finish(self) -> None:
         """Answers a request that is not streamed."""
         self.complete()
-        whole = self.api.whole(self)
-        self.engine.remember(self, whole)
-        self.exchange.answer(200, whole)
+        self.exchange.answer(200, self.api.whole(self))
 
     def complete(self) -> None:
         """The last token is computed: hands the KV over, leaves the engine."""
         self.kv = self.engine.connector.finish(self)
+        self.engine.remember(self)
         self.engine.finished += 1
         self.engine.generated_tokens += sum(each.length for each in self.sequences)
         self.leave_engine()

@@ -381,8 +381,8 @@ def test_a_clients_transfer_params_never_reach_a_leg(pair: Cluster) -> None:
     [
         "/tokenize",
         "/invocations",
-        "/v1/responses",
-        "/v1/messages",
+        "/v1/responses/resp_1/cancel",
+        "/v1/messages/count_tokens",
         "/inference/v1/generate",
         "/v1/embeddings?x=1",
         "/v1/completions/",
