@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from disagg_proxy import (
+    ENDPOINTS,
+    ONE_TOKEN,
     Members,
     ProxyError,
-    bypass_reason,
-    check_stream_options,
     decode_body,
     forces_tool,
     prefill_body,
@@ -193,7 +193,7 @@ def test_both_legs_mean_what_the_client_said(body: bytes) -> None:
     params = Raw(b'{"do_remote_decode":true}')
     with_params = {**theirs, "kv_transfer_params": parse(bytes(params).decode())}
     assert their_members(decode_body(members, params)) == with_params
-    prefill = their_members(prefill_body(members, params))
+    prefill = their_members(prefill_body(members, ONE_TOKEN, params))
     assert prefill is not None
     assert prefill["max_tokens"] == ("number", "1")
     assert prefill["stream"] is False
@@ -204,15 +204,15 @@ def test_both_legs_mean_what_the_client_said(body: bytes) -> None:
 
 
 @examples(120)
-@given(BODIES, st.booleans())
-@example(rb'{"prompt":["\ud83d","a"]}', False)
-def test_whatever_is_in_a_body_it_is_decided_upon(body: bytes, chat: bool) -> None:
+@given(BODIES, st.sampled_from(sorted(ENDPOINTS)))
+@example(rb'{"prompt":["\ud83d","a"]}', "/v1/completions")
+@example(rb'{"tools":[{"type":"\ud83d"}]}', "/v1/responses")
+def test_whatever_is_in_a_body_it_is_decided_upon(body: bytes, path: str) -> None:
     members = our_members(body)
     if members is None:
         return
-    assert isinstance(bypass_reason(members, chat), str | None)
     forces_tool(members)
     try:
-        check_stream_options(members)
+        assert isinstance(ENDPOINTS[path].bypass(members), str | None)
     except ProxyError as err:
         assert err.status == 400
