@@ -364,6 +364,14 @@ class RequestHead:
         """Called by the parser."""
         self.target += url
 
+    def forwarded_field(self, name: bytes) -> bytes | None:
+        """The value of a field that legs get, by its lower-case name."""
+        for line in self.forwarded.split(CRLF):
+            found, colon, value = line.partition(b":")
+            if colon and found.lower() == name:
+                return value.strip(BLANKS)
+        return None
+
     def _framing(self, owned: dict[bytes, bytes]) -> None:
         """RFC 9112 sections 3.2, 6.1 and 6.3."""
         host = owned.get(b"host", b"")
@@ -1410,6 +1418,49 @@ class Watch(Script):
             self.timer = None
 
 
+# --- Keys -----------------------------------------------------------------------------
+
+# The proxy's own routes that need no client's key, and those that may need one.
+STATUS_ROUTES = words("/metrics /status")
+OPEN_ROUTES = STATUS_ROUTES | words("/health /instances/add /instances/remove")
+
+
+def client_keys(args: argparse.Namespace) -> list[bytes]:
+    """The keys of which a client has to present one; from the flag, or VLLM_API_KEY.
+
+    Raises:
+        SystemExit: one is empty, as after a misspelt variable of a shell.
+
+    """
+    given: list[str] = args.api_key or []
+    if "" in given:
+        raise SystemExit("--api-key is empty")
+    from_environment = os.environ.get("VLLM_API_KEY")
+    if from_environment and not given:
+        given = [from_environment]
+    if args.protect_status and not given:
+        raise SystemExit("--protect-status needs --api-key")
+    return [os.fsencode(key) for key in given]
+
+
+def check_admin_key(head: RequestHead) -> None:
+    """Raises AdminError unless a request has the key of the admin routes."""
+    given = head.forwarded_field(b"x-api-key")
+    if given is None:
+        missing = {
+            "type": "missing",
+            "loc": ["header", "x-api-key"],
+            "msg": "Field required",
+            "input": None,
+        }
+        raise AdminError(422, [missing])
+    wanted = os.environ.get("ADMIN_API_KEY")
+    if not wanted:
+        raise AdminError(500, "Server configuration error.")
+    if not hmac.compare_digest(given, os.fsencode(wanted)):
+        raise AdminError(403, "Forbidden: Invalid API Key.")
+
+
 # --- Client connections ---------------------------------------------------------------
 
 
@@ -1511,7 +1562,8 @@ class ClientConnection(asyncio.Protocol):
             head = self.head
             if length > self.service.max_body:
                 raise self.service.too_large()
-            self.handler = self._route(head, len(data) - end >= length)
+            is_whole = not head.chunked and len(data) - end >= length
+            self.handler = self._route(head, is_whole)
         except ProxyError as err:
             self.refuse(err)
             return
@@ -1527,12 +1579,20 @@ class ClientConnection(asyncio.Protocol):
         self._take_body(data[end:])
 
     def _route(self, head: RequestHead, is_whole: bool) -> "Handler":
-        """Who answers; of a whole request a refusal too, so that it costs no more."""
+        """Who answers; of a whole request a refusal too, so that it costs no more.
+
+        Whoever lacks a key is refused here: nothing is kept of a stranger's body.
+        """
+        service = self.service
         try:
-            route = self.service.proxy.route
-            return route(head.method, head.target, head.content_type)
+            if service.client_keys:
+                service.check_key(head)
+            handler = service.proxy.route(head.method, head.target, head.content_type)
+            if not is_whole and handler in service.proxy.admin_handlers:
+                check_admin_key(head)
+            return handler
         except ProxyError as err:
-            if head.chunked or not is_whole:
+            if not is_whole:
                 raise
             return refusing(err)
 
@@ -1688,10 +1748,14 @@ class Exchange(Script):
         self.on_start: Callable[[Instance, bytes], None] | None = None
         # What a custom callable waits for while the client is slow.
         self.drained: asyncio.Future[None] | None = None
+        service = client.service
+        key = service.engine_key
+        # A key for the proxy is not for the engines.
+        if not key and not service.client_keys:
+            key = head.owned.get(b"authorization", b"")
+        self.authorization = b"Authorization: %s\r\n" % key if key else b""
         # Header lines that all legs share.
-        key = client.service.engine_key or head.owned.get(b"authorization")
-        line = b"Authorization: %s\r\n" % key if key else b""
-        self.fields = head.forwarded + line
+        self.fields = head.forwarded + self.authorization
         # The header line with the id of both legs: 128 random bits.
         self.request_id = b"X-Request-Id: %032x\r\n" % random.getrandbits(128)
 
@@ -1716,10 +1780,10 @@ class Exchange(Script):
 
     def session(self) -> bytes:
         """Whose request it is: the X-Session-ID field, or the member `user`."""
-        session = Request(self).headers.get("x-session-id")
+        session = self.head.forwarded_field(b"x-session-id")
         if session is None and self.body[:1] == b"{":
-            session = bytes(self.members().get("user", b"")).decode()
-        return (session or "").encode()
+            session = bytes(self.members().get("user", b""))
+        return session or b""
 
     # Legs.
 
@@ -1909,24 +1973,49 @@ Handler = Callable[[Exchange], Steps | None]
 
 
 class Service:
-    """What all client connections of a process share."""
+    """What all client connections of a process share.
 
-    def __init__(
-        self,
-        proxy: "Proxy",
-        max_body: int = MAX_BODY_BYTES,
-        first_byte_timeout: float = FIRST_BYTE_TIMEOUT,
-    ) -> None:
+    Args:
+        proxy: the policy.
+        args: the flags of `add_server_flags`.
+
+    """
+
+    def __init__(self, proxy: "Proxy", args: argparse.Namespace) -> None:
         self.proxy = proxy
         self.loop = asyncio.get_running_loop()
-        self.max_body = max_body
-        self.first_byte_timeout = first_byte_timeout
+        self.max_body: int = args.max_body_size
+        self.first_byte_timeout: float = args.first_byte_timeout
         self.clients: set[ClientConnection] = set()
         # Set once SIGTERM has come: no further requests.
         self.stopping = False
         self.empty = self.loop.create_future()
         key = os.environ.get("OPENAI_API_KEY", "")
         self.engine_key = f"Bearer {key}".encode() if key else b""
+        # What clients have to present; empty: nothing.
+        self.client_keys = client_keys(args)
+        closed = STATUS_ROUTES if args.protect_status else ()
+        open_routes = proxy.routes.keys() & OPEN_ROUTES - set(closed)
+        self.open_targets = {path.encode() for path in open_routes}
+
+    def check_key(self, head: RequestHead) -> None:
+        """Refuses a request that has none of the keys, and needs one.
+
+        How long it takes does not tell how much of a key was right. Whatever
+        reaches an engine needs a key, as it would be served with the engine's own;
+        vLLM, which guards only some of its routes, leaves `/tokenize` open.
+
+        Raises:
+            ProxyError: 401.
+
+        """
+        scheme, _, given = head.owned.get(b"authorization", b"").partition(b" ")
+        right = [hmac.compare_digest(given, key) for key in self.client_keys]
+        if any(right) and scheme.lower() == b"bearer":
+            return
+        if head.target.partition(b"?")[0] not in self.open_targets:
+            challenge = ("WWW-Authenticate", "Bearer")
+            raise ProxyError(401, "A valid API key is needed", challenge)
 
     def too_large(self) -> ProxyError:
         return ProxyError(413, f"The body is larger than {self.max_body} bytes")
@@ -2518,9 +2607,8 @@ class Release(Script):
 
     def __init__(self, proxy: "Proxy", params: Raw, x: Exchange) -> None:
         super().__init__(x.loop)
-        key = x.client.service.engine_key or x.head.owned.get(b"authorization", b"")
         self.proxy = proxy
-        self.fields = b"Authorization: %s\r\n" % key if key else b""
+        self.fields = x.authorization
         self.body = encode_json({**REFUSED_BY_DECODE, "kv_transfer_params": params})
         self.loop.call_soon(self.run, self._steps())
 
@@ -2635,6 +2723,11 @@ class Proxy:
         if custom_create_chat_completion is not None:
             handler = custom_handler(custom_create_chat_completion)
             self.generate["/v1/chat/completions"] = handler
+        # Routes with a key of their own.
+        self.admin_handlers: tuple[Handler, ...] = (
+            self.add_instance,
+            self.remove_instance,
+        )
         self.routes: dict[str, dict[bytes, Handler]] = {
             "/health": {b"GET": self.health},
             "/status": {b"GET": self.status},
@@ -3039,20 +3132,7 @@ class Proxy:
         self, x: Exchange
     ) -> tuple[InstanceCycler, str, dict[str, object]]:
         """Checks key and body of an admin route; returns role, address and body."""
-        given = Request(x).headers.get("x-api-key")
-        if given is None:
-            missing = {
-                "type": "missing",
-                "loc": ["header", "x-api-key"],
-                "msg": "Field required",
-                "input": None,
-            }
-            raise AdminError(422, [missing])
-        wanted = os.environ.get("ADMIN_API_KEY")
-        if not wanted:
-            raise AdminError(500, "Server configuration error.")
-        if not hmac.compare_digest(given.encode(), wanted.encode()):
-            raise AdminError(403, "Forbidden: Invalid API Key.")
+        check_admin_key(x.head)
         try:
             order = msgspec.json.decode(x.body)
         except (msgspec.DecodeError, RecursionError) as err:
@@ -3177,9 +3257,7 @@ class Server:
         raise_descriptor_limit()
         keep_freed_memory()
         loop, args = asyncio.get_running_loop(), self.args
-        service = Service(
-            self.proxy_instance, args.max_body_size, args.first_byte_timeout
-        )
+        service = Service(self.proxy_instance, args)
         stop = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopper(stop))
@@ -3189,6 +3267,11 @@ class Server:
         await server.start_serving()
         host, port = server.sockets[0].getsockname()[:2]
         logger.info("listening on %s:%d", f"[{host}]" if ":" in host else host, port)
+        if service.engine_key and not service.client_keys and beyond_loopback(server):
+            logger.warning(
+                "anybody who reaches this port uses OPENAI_API_KEY: "
+                "--api-key would demand a key of clients too"
+            )
         await stop
         logger.info("stopping: running answers may take %g s", args.drain_timeout)
         server.close()
@@ -3318,6 +3401,12 @@ def prefill_settings(
     return addresses, settings
 
 
+def beyond_loopback(server: asyncio.Server) -> bool:
+    """Whether other machines may reach a server."""
+    hosts = [sock.getsockname()[0] for sock in server.sockets]
+    return not all(ipaddress.ip_address(host).is_loopback for host in hosts)
+
+
 def stopper(stop: asyncio.Future[None]) -> Callable[[], None]:
     """A signal handler: the first signal ends in order, the second at once."""
 
@@ -3432,6 +3521,18 @@ def add_server_flags(parser: argparse.ArgumentParser, host: str, port: int) -> N
         default=DRAIN_TIMEOUT,
         metavar="SECONDS",
         help="how long running answers may take to finish after SIGTERM",
+    )
+    parser.add_argument(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="keys of which clients must present one, as for `vllm serve`",
+    )
+    parser.add_argument(
+        "--protect-status",
+        action="store_true",
+        help="/status and /metrics need a key too",
     )
     parser.add_argument(
         "--allow-engine-control",
