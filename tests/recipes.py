@@ -3,13 +3,14 @@
 """The launch recipes of README.md, so that a test runs what a reader copies.
 
 A recipe is the shell block behind `<!-- recipe: NAME -->`: the command of the engines
-that prefill and of those that decode (one, if they are the same), and the proxy's.
-Engine commands are run once for each machine, with its address as `$HOST`.
+that prefill and of those that decode (one, if they are the same), the proxy's, and
+what else the connector needs. Engine commands are run once for each machine, with its
+address as `$HOST`.
 """
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rig import ROOT
@@ -50,27 +51,26 @@ class Recipe:
         block = _README.read_text().partition(f"{_MARK}{name} -->\n```bash\n")[2]
         text = block.partition("```")[0]
         for old, new in (changes or {}).items():
-            assert old in text, f"{old} is not in the recipe {name}"
             text = text.replace(old, new)
-        self._lines = list(commands(text))
-        assert len(self._lines) in (2, 3), f"{name}: {self._lines}"
-
-    def mentioned(self, texts: Iterable[str]) -> list[str]:
-        """Those of some texts that stand in a command."""
-        return [text for text in texts if any(text in line for line in self._lines)]
+        lines = list(commands(text))
+        self._engines = [each for each in lines if "vllm serve" in each]
+        self._proxies = [each for each in lines if "_proxy.py" in each]
+        # What has to be done first, as shell commands.
+        self.before = [
+            each for each in lines if each not in self._engines + self._proxies
+        ]
 
     @property
     def proxy(self) -> Launch:
         """The proxy's script and its arguments."""
-        (line,) = (each for each in self._lines if "vllm serve" not in each)
+        (line,) = self._proxies
         interpreter, *arguments = shlex.split(line)
         assert interpreter == ".venv/bin/python"
         return Launch({}, arguments)
 
     def engine(self, role: str, host: str) -> Launch:
         """The command of a prefill or decode engine on a machine."""
-        of_engines = [each for each in self._lines if "vllm serve" in each]
-        line = of_engines[0 if role == "prefill" else -1].replace("$HOST", host)
+        line = self._engines[0 if role == "prefill" else -1].replace("$HOST", host)
         words = shlex.split(line)
         at = words.index("vllm")
         assert words[at : at + 2] == ["vllm", "serve"]

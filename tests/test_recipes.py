@@ -17,7 +17,8 @@ RUN_BY = {
     "nixl": "e2e/test_nixl.py",
     "nixl-push": "e2e/test_pairs.py",
     "mooncake": "e2e/test_pairs.py",
-    "example": "e2e/test_example_connector.py",
+    "example": "e2e/test_stores.py",
+    "mooncake-store": "e2e/test_stores.py",
     "moriio": "test_recipes.py",
 }
 NOTHING_ELSE = {"--host", "--port", "--kv-transfer-config"}

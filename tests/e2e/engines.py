@@ -332,6 +332,8 @@ class Fleet:
     prefill: list[Engine]
     decode: list[Engine]
     proxy: ProxyProcess
+    # Of the recipe, if it was started by one.
+    name: str = ""
 
     @property
     def engines(self) -> list[Engine]:
@@ -412,7 +414,7 @@ ON_A_CPU: dict[str, JSON] = {
     "mooncake": {"kv_connector_extra_config": {"mooncake_protocol": "tcp"}},
 }
 # The ports in the recipes; others may be in use on this machine.
-RECIPE_PORTS = ("8100", "8200", "5600", "8998")
+RECIPE_PORTS = ("8100", "8200", "5600", "8998", "50051")
 
 
 @contextlib.contextmanager
@@ -431,22 +433,53 @@ def recipe_fleet(
         changes: what a test has in place of what stands there.
 
     """
-    ports = {port: str(free_port()) for port in Recipe(name).mentioned(RECIPE_PORTS)}
+    ports = {port: str(free_port()) for port in RECIPE_PORTS}
     local = {"10.0.0.": "127.0.0.", "MODEL": MODEL}
     recipe = Recipe(name, local | ports | (changes or {}))
     script, *argv = recipe.proxy.arguments
     assert ROOT / script == DISAGG_PROXY
     args = argument_parser().parse_args(argv)
     roles = {"prefill": prefill_settings(args)[0], "decode": args.decode}
-    prefill, decode = (
-        [
-            start_launch(server, f"{name}-{role}-{number}", recipe, role, instance)
-            for number, instance in enumerate(instances)
-        ]
-        for role, instances in roles.items()
-    )
-    with fleet(plain, prefill, decode, argv) as running:
-        yield running
+    with in_shell(recipe.before, server.logs / f"{name}.log"):
+        prefill, decode = (
+            [
+                start_launch(server, f"{name}-{role}-{number}", recipe, role, instance)
+                for number, instance in enumerate(instances)
+            ]
+            for role, instances in roles.items()
+        )
+        with fleet(plain, prefill, decode, argv) as running:
+            running.name = name
+            yield running
+
+
+@contextlib.contextmanager
+def in_shell(commands: list[str], log: Path) -> Iterator[None]:
+    """Runs commands of a recipe; those in the background end with the context."""
+    here = Path(sys.executable).parent
+    with log.open("wb") as out:
+        shell = subprocess.Popen(
+            ["bash", "-e"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=out,
+            env={**os.environ, "PATH": f"{here}:{os.environ['PATH']}"},
+            start_new_session=True,
+            text=True,
+        )
+    try:
+        script = ["exec 3>&1 >&2", *commands, "echo done >&3", "exec 3>&-", "wait"]
+        assert shell.stdin
+        assert shell.stdout
+        with shell.stdin as told, shell.stdout as heard:
+            told.write("\n".join(script))
+            told.close()
+            assert heard.readline() == "done\n", log.read_text()
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGTERM)
+        shell.wait(STOP_TIMEOUT)
 
 
 def start_launch(

@@ -75,7 +75,7 @@ def test_a_prefill_engine_that_was_restarted_serves_under_its_new_id(
     # Decode engines would wait for the one that had the old id, so an id that was
     # given in the command has to be another one. Mooncake makes its own.
     named = {"prefill-127.0.0.1": "prefill-again"}
-    pushes = "nixl-push" in engine.name
+    pushes = fleet.name == "nixl-push"
     if pushes:
         admin(fleet, "remove", {"type": "prefill", "instance": engine.instance})
     again = server.start_again(engine, named if pushes else {})
