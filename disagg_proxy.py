@@ -59,6 +59,7 @@ import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
@@ -71,6 +72,8 @@ from collections.abc import (
 )
 from email.utils import formatdate
 from hashlib import blake2b
+from itertools import accumulate
+from time import monotonic
 from typing import Any, NamedTuple, cast
 from urllib.parse import unquote_to_bytes
 
@@ -78,6 +81,15 @@ import httptools
 import msgspec
 import uvloop
 from msgspec import Raw
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 __all__ = [
     "Connector",
@@ -841,8 +853,10 @@ class Script:
 
     def _end(self, err: Exception | None) -> None:
         self.steps = None
-        self._close_legs()
-        self.ended(err)
+        try:
+            self.ended(err)
+        finally:
+            self._close_legs()
 
     def _close_legs(self) -> None:
         for leg in self.legs:
@@ -891,9 +905,11 @@ class Leg:
         self.status = 0
         self.framing: Framing | None = None
         self.pieces: list[bytes] = []
-        self.size = 0
-        # Whether the request was handed to a connection.
-        self.begun = False
+        # Bytes of the body that have come, and the reads that brought them.
+        self.size = self.reads = 0
+        # When the request was handed to a connection, and when its answer's head
+        # came, or all of it for a leg that is settled whole; 0 if it has not.
+        self.begun = self.answered = 0.0
         self.settled = self.done = self.paused = False
         self.failure: Failure | None = None
         # Takes the body as it comes, once the client's answer has begun.
@@ -953,17 +969,16 @@ class EngineConnection(asyncio.Protocol):
 
     def __init__(self, instance: "Instance") -> None:
         self.instance = instance
-        self.loop = asyncio.get_running_loop()
         self.leg: Leg | None = None
         self.buffer = b""
         self.deadline = 0.0
         self.used = False
 
-    def begin(self, leg: Leg) -> None:
+    def begin(self, leg: Leg, now: float) -> None:
         """Sends a leg's request."""
         self.leg = leg
         leg.connection = self
-        leg.begun = True
+        leg.begun = now
         if len(leg.sent) < SMALL_BODY_BYTES:
             self.transport.write(leg.request + leg.sent)
         else:
@@ -997,6 +1012,9 @@ class EngineConnection(asyncio.Protocol):
             logger.warning("%s: malformed answer: %s", self.instance, err)
             leg.fail(Failure.MALFORMED)
             return
+        if piece:
+            leg.reads += 1
+            leg.size += len(piece)
         if leg.sink is not None:
             if piece:
                 leg.sink(piece)
@@ -1009,7 +1027,6 @@ class EngineConnection(asyncio.Protocol):
         if framing.done:
             self._complete(leg)
         elif leg.whole and leg.status == 200:
-            leg.size += len(piece)
             if leg.size > MAX_HAND_OVER_BYTES:
                 leg.fail(Failure.TOO_LARGE)
             return
@@ -1053,6 +1070,7 @@ class EngineConnection(asyncio.Protocol):
         raw = leg.raw
         if not leg.whole:
             leg.deadline = math.inf
+            leg.answered = monotonic()
         elif status == 200:
             raw = False
         leg.framing = response_framing(head, leg.to_head, raw)
@@ -1068,12 +1086,15 @@ class EngineConnection(asyncio.Protocol):
         leg.done = True
         # Nobody would look after what a bootstrap server or a refused instance has.
         kept = leg not in self.instance.probes
+        now = monotonic()
+        if leg.whole:
+            leg.answered = now
         self.instance.leave(leg)
         # An engine may answer before it has read all of a large request.
         unsent = len(leg.sent) > SMALL_BODY_BYTES and transport.get_write_buffer_size()
         if kept and head.reusable and not unsent and not framing.extra:
             self.used = True
-            self.instance.keep(self)
+            self.instance.keep(self, now)
         else:
             transport.abort()
 
@@ -1126,6 +1147,9 @@ class Instance:
         self.facts: dict[str, Any] = {}
         # How many requests failed, by kind.
         self.failures: Counter[str] = Counter()
+        self.transitions: Counter[State] = Counter()
+        # Requests it was sent, bytes and reads of the bodies it has answered.
+        self.sent = self.size = self.reads = 0
         self.idle: dict[EngineConnection, None] = {}
         # Requests it is working on; apart from them, probes and model checks.
         self.legs: set[Leg] = set()
@@ -1146,6 +1170,7 @@ class Instance:
         """Changes the state: one log line per change."""
         if state is not self.state:
             self.state, self.since = state, time.time()
+            self.transitions[state] += 1
             because = f": {reason}" if reason else ""
             logger.info("%s %s is %s%s", self.cycler.role, self, state, because)
             self.cycler.refresh()
@@ -1173,17 +1198,16 @@ class Instance:
             fresh: it is a probe, on a connection of its own.
 
         """
-        loop = leg.owner.loop
-        now = loop.time()
+        now = monotonic()
         (self.probes if fresh else self.legs).add(leg)
         leg.deadline = now + timeout
         while self.idle and not fresh:
             connection, _ = self.idle.popitem()
             if connection.deadline > now and not connection.transport.is_closing():
-                connection.begin(leg)
+                connection.begin(leg, now)
                 return
             connection.transport.abort()
-        leg.connecting = loop.create_task(self._connect(leg))
+        leg.connecting = leg.owner.loop.create_task(self._connect(leg))
 
     async def _connect(self, leg: Leg) -> None:
         try:
@@ -1197,7 +1221,7 @@ class Instance:
             failure, reason = Failure.REFUSED, str(err)
         else:
             leg.connecting = None
-            connection.begin(leg)
+            connection.begin(leg, monotonic())
             return
         leg.connecting = None
         if self.state is State.UP:
@@ -1226,14 +1250,19 @@ class Instance:
 
     def leave(self, leg: Leg) -> None:
         """A leg is over, however it ended."""
-        self.legs.discard(leg)
-        self.probes.discard(leg)
+        if leg in self.legs:
+            self.legs.remove(leg)
+            self.sent += leg.begun > 0
+            self.size += leg.size
+            self.reads += leg.reads
+        else:
+            self.probes.discard(leg)
         if self.state is State.DRAINING and not self.legs:
             self.cycler.forget(self)
 
-    def keep(self, connection: EngineConnection) -> None:
+    def keep(self, connection: EngineConnection, now: float) -> None:
         """Takes a connection back for the next leg."""
-        connection.deadline = connection.loop.time() + ENGINE_IDLE_TIMEOUT
+        connection.deadline = now + ENGINE_IDLE_TIMEOUT
         self.idle[connection] = None
 
     def tick(self, now: float) -> None:
@@ -1242,6 +1271,22 @@ class Instance:
             connection.transport.abort()
         for leg in [leg for leg in self.legs | self.probes if leg.deadline <= now]:
             leg.fail(Failure.TIMEOUT)
+
+    def figures(self) -> Iterator[tuple[str, str, float]]:
+        """Yields the name of a family in FAMILIES, label values, and the number."""
+        own = f"{self.cycler.role} {self.address}"
+        yield "instance_requests", own, self.sent
+        yield "instance_requests_in_flight", own, self.in_flight
+        yield "instance_read_bytes", own, self.size + sum(n.size for n in self.legs)
+        yield "instance_reads", own, self.reads + sum(n.reads for n in self.legs)
+        busy = sum(leg.connection is not None for leg in self.legs)
+        yield "instance_connections", f"{own} busy", busy
+        yield "instance_connections", f"{own} idle", len(self.idle)
+        for kind, number in self.failures.items():
+            yield "instance_failures", f"{own} {kind}", number
+        for state in State:
+            yield "instance_state", f"{own} {state}", state is self.state
+            yield "instance_transitions", f"{own} {state}", self.transitions[state]
 
     def close(self) -> None:
         """Stops watching it and drops its idle connections."""
@@ -1461,6 +1506,320 @@ def check_admin_key(head: RequestHead) -> None:
         raise AdminError(403, "Forbidden: Invalid API Key.")
 
 
+# --- Metrics: what is counted, and how it is shown ------------------------------------
+
+# How a request was served.
+TWO_LEGS, BYPASS, ONE_LEG, OWN = MODES = (
+    "disaggregated",
+    "bypass",
+    "single_leg",
+    "own",
+)
+# Upper bounds of the buckets, in seconds: from a hand-over to a long answer.
+BOUNDS = (
+    *(0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+# The paths that are told apart: the proxy's own and vLLM's for clients.
+KNOWN_PATHS = words(
+    "/classify /detokenize /health /inference/v1/generate /instances/add "
+    "/instances/remove /invocations /load /metrics /ping /pooling /rerank /score "
+    "/start_profile /status /stop_profile /tokenize /v1/audio/transcriptions "
+    "/v1/audio/translations /v1/chat/completions /v1/completions /v1/embeddings "
+    "/v1/messages /v1/messages/count_tokens /v1/models /v1/rerank /v1/responses "
+    "/v1/score /v2/embed /v2/rerank /version"
+)
+
+
+class Family(NamedTuple):
+    """A family of series; its full name has the prefix `pd_proxy_`."""
+
+    name: str
+    # counter, gauge or histogram; a counter's series end in `_total`.
+    kind: str
+    # Names, blanks between them.
+    labels: str
+    help: str
+
+
+FAMILIES = (
+    Family(
+        "requests",
+        "counter",
+        "endpoint mode status",
+        "Requests that are over, by the status that was sent; none: the client left "
+        "before. mode: disaggregated, bypass (decode alone), single_leg, own",
+    ),
+    Family("requests_in_flight", "gauge", "", "Requests that are being answered"),
+    Family(
+        "bypassed_requests",
+        "counter",
+        "reason",
+        "Requests that one hand-over cannot serve, so that decode serves alone",
+    ),
+    Family(
+        "aborted_requests",
+        "counter",
+        "",
+        "Requests whose client left before the answer was whole",
+    ),
+    Family("cut_answers", "counter", "", "Answers cut because an instance failed"),
+    Family(
+        "retries",
+        "counter",
+        "role",
+        "Further tries of what an instance of this role had received and failed",
+    ),
+    Family(
+        "failovers",
+        "counter",
+        "role",
+        "Further tries of what an instance of this role had not even received",
+    ),
+    Family(
+        "request_duration_seconds",
+        "histogram",
+        "mode",
+        "From the last byte of a request to the last byte of its answer, written",
+    ),
+    Family(
+        "prefill_duration_seconds",
+        "histogram",
+        "",
+        "From the P leg's request, written, to the last byte of its 200",
+    ),
+    Family(
+        "hand_over_duration_seconds",
+        "histogram",
+        "",
+        "From the last byte of P's 200 to the D leg's request, written; a new "
+        "connection is in it. Not where both legs run at once",
+    ),
+    Family(
+        "decode_first_byte_seconds",
+        "histogram",
+        "mode",
+        "From the D leg's request, written, to the head of its 200",
+    ),
+    Family("client_connections", "gauge", "", "Open connections of clients"),
+    Family(
+        "client_connections_accepted", "counter", "", "Connections of clients, ever"
+    ),
+    Family(
+        "instance_state",
+        "gauge",
+        "role instance state",
+        "Proxy processes in whose view an instance is up, down or draining",
+    ),
+    Family(
+        "instance_transitions",
+        "counter",
+        "role instance state",
+        "Changes of an instance to a state",
+    ),
+    Family(
+        "instance_requests",
+        "counter",
+        "role instance",
+        "Requests written to an instance and over, further tries among them",
+    ),
+    Family(
+        "instance_requests_in_flight",
+        "gauge",
+        "role instance",
+        "Requests an instance works on",
+    ),
+    Family(
+        "instance_failures",
+        "counter",
+        "role instance kind",
+        "Requests an instance failed. kind: refused, connect_timeout, reset, timeout, "
+        "malformed, too_large, 5xx, stream_error (the first event is an error)",
+    ),
+    Family(
+        "instance_read_bytes",
+        "counter",
+        "role instance",
+        "Bytes of bodies read from an instance, those of the chunked coding among "
+        "them; clients get decode's",
+    ),
+    Family(
+        "instance_reads",
+        "counter",
+        "role instance",
+        "Reads that brought them: of a streamed answer about one for each token",
+    ),
+    Family(
+        "instance_connections",
+        "gauge",
+        "role instance state",
+        "Connections to an instance, busy or idle in the pool",
+    ),
+)
+
+# Of each family, numbers by label values (a blank between them): one number, or of
+# a histogram the values in each bucket, those above, and their sum. Encodes as JSON.
+Snapshot = dict[str, dict[str, list[float]]]
+
+
+def add_numbers(total: Snapshot, name: str, labels: str, numbers: list[float]) -> None:
+    """Adds to one series."""
+    series = total.setdefault(name, {})
+    known = series.get(labels)
+    series[labels] = [a + b for a, b in zip(known, numbers)] if known else numbers
+
+
+def add_up(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """The sum of several processes' snapshots."""
+    total: Snapshot = {}
+    for snapshot in snapshots:
+        for name, series in snapshot.items():
+            for labels, numbers in series.items():
+                add_numbers(total, name, labels, numbers)
+    return total
+
+
+class Exposition(Collector):
+    """A snapshot as Prometheus' library wants it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        for family in FAMILIES:
+            series = self.snapshot.get(family.name, {})
+            name, labels = f"pd_proxy_{family.name}", family.labels.split()
+            if family.kind == "histogram":
+                yield self._histogram(name, family.help, labels, series)
+                continue
+            of_kind = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+            metric = of_kind[family.kind](name, family.help, labels=labels)
+            for values, (number,) in series.items():
+                metric.add_metric(values.split(), number)
+            yield metric
+
+    def _histogram(
+        self, name: str, about: str, labels: list[str], series: dict[str, list[float]]
+    ) -> Metric:
+        metric = HistogramMetricFamily(name, about, labels=labels)
+        bounds = [*(f"{bound:g}" for bound in BOUNDS), "+Inf"]
+        for values, (*counts, total) in series.items():
+            buckets = list(zip(bounds, accumulate(counts)))
+            metric.add_metric(values.split(), buckets, total)
+        return metric
+
+
+def render(snapshot: Snapshot) -> bytes:
+    """A snapshot in Prometheus' text format, `CONTENT_TYPE_LATEST`."""
+    registry = CollectorRegistry()
+    registry.register(Exposition(snapshot))
+    return generate_latest(registry)
+
+
+class Times:
+    """A histogram of seconds; what is new waits, as sorting it later is cheaper."""
+
+    def __init__(self) -> None:
+        self.new: list[float] = []
+        self.folded = [0.0] * (len(BOUNDS) + 2)
+
+    def fold(self) -> list[float]:
+        """All until now, as in a snapshot."""
+        new = sorted(self.new)
+        self.new.clear()
+        below = 0
+        for place, bound in enumerate((*BOUNDS, math.inf)):
+            up_to = bisect_right(new, bound)
+            self.folded[place] += up_to - below
+            below = up_to
+        self.folded[-1] += sum(new)
+        return self.folded.copy()
+
+
+@functools.lru_cache(maxsize=512)
+def path_label(target: bytes) -> str:
+    """The path of a request target, or "other": whoever asks cannot name series."""
+    path = unquote_to_bytes(target.partition(b"?")[0]).decode("latin-1")
+    return path if path in KNOWN_PATHS else "other"
+
+
+class Tally:
+    """What a process counts: numbers and lists, so that a request costs little."""
+
+    def __init__(self) -> None:
+        # Endpoint, mode and status of requests since `fold`.
+        self.over: list[tuple[str, str, int]] = []
+        self.requests: Counter[tuple[str, str, int]] = Counter()
+        self.prefill, self.hand_over = Times(), Times()
+        self.first_byte = {mode: Times() for mode in (TWO_LEGS, BYPASS, ONE_LEG)}
+        self.total = {mode: Times() for mode in MODES}
+        self.accepted = self.aborted = self.cut = 0
+        self.bypassed: Counter[str] = Counter()
+        self.retries: Counter[str] = Counter()
+        self.failovers: Counter[str] = Counter()
+
+    def record(self, x: "Exchange", now: float) -> None:
+        """Takes in a request that is over, while its legs are there."""
+        self.over.append((path_label(x.head.target), x.mode, x.status))
+        self.total[x.mode].new.append(now - x.began)
+        prefilled = 0.0
+        for leg in x.legs:
+            if leg.status != 200 or not leg.answered:
+                continue
+            if leg.whole:
+                self.prefill.new.append(leg.answered - leg.begun)
+                prefilled = leg.answered
+            else:
+                self.first_byte[x.mode].new.append(leg.answered - leg.begun)
+                if prefilled and leg.begun >= prefilled:
+                    self.hand_over.new.append(leg.begun - prefilled)
+
+    def refused(self, head: RequestHead | None, status: int) -> None:
+        """Takes in a request that was not read to its end."""
+        self.over.append((path_label(head.target) if head else "other", OWN, status))
+
+    def again(self, leg: Leg) -> None:
+        """Counts a further try of what a leg has failed."""
+        delivered = leg.failure is None or leg.failure.delivered
+        counter = self.retries if delivered else self.failovers
+        counter[leg.instance.cycler.role] += 1
+
+    def fold(self) -> None:
+        """Makes room: to be called now and then."""
+        self.requests.update(self.over)
+        self.over.clear()
+        for times in (self.prefill, self.hand_over):
+            times.fold()
+        for times in (*self.first_byte.values(), *self.total.values()):
+            times.fold()
+
+    def snapshot(self) -> Snapshot:
+        """What was counted here until now."""
+        self.fold()
+        counted: Snapshot = {
+            "aborted_requests": {"": [self.aborted]},
+            "cut_answers": {"": [self.cut]},
+            "client_connections_accepted": {"": [self.accepted]},
+            "prefill_duration_seconds": {"": self.prefill.fold()},
+            "hand_over_duration_seconds": {"": self.hand_over.fold()},
+        }
+        for (path, mode, status), number in self.requests.items():
+            labels = f"{path} {mode} {status or 'none'}"
+            add_numbers(counted, "requests", labels, [number])
+        for name, counter in (
+            ("bypassed_requests", self.bypassed),
+            ("retries", self.retries),
+            ("failovers", self.failovers),
+        ):
+            counted[name] = {label: [number] for label, number in counter.items()}
+        for name, by_mode in (
+            ("request_duration_seconds", self.total),
+            ("decode_first_byte_seconds", self.first_byte),
+        ):
+            counted[name] = {mode: times.fold() for mode, times in by_mode.items()}
+        return counted
+
+
 # --- Client connections ---------------------------------------------------------------
 
 
@@ -1505,7 +1864,8 @@ class ClientConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(WRITE_HIGH_WATER)
         self.service.clients.add(self)
-        self.deadline = self.service.loop.time() + HEAD_TIMEOUT
+        self.service.tally.accepted += 1
+        self.deadline = monotonic() + HEAD_TIMEOUT
 
     def data_received(self, data: bytes) -> None:
         phase = self.phase
@@ -1572,7 +1932,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self.phase = Phase.BODY
         self.parts, self.size, self.mark = [], 0, 0
-        self.deadline = self.service.loop.time() + BODY_STALL_TIMEOUT
+        self.deadline = monotonic() + BODY_STALL_TIMEOUT
         self.framing = Chunked(raw=False) if head.chunked else Counted(length)
         if b"expect" in head.owned and head.modern and len(data) == end:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -1608,7 +1968,7 @@ class ClientConnection(asyncio.Protocol):
             raise ProxyError(431, "Too many header fields")
         if data and self.phase is Phase.IDLE:
             self.phase = Phase.HEAD
-            self.deadline = self.service.loop.time() + HEAD_TIMEOUT
+            self.deadline = monotonic() + HEAD_TIMEOUT
         self.buffer += data
 
     def _take_body(self, data: bytes) -> None:
@@ -1640,7 +2000,7 @@ class ClientConnection(asyncio.Protocol):
 
     # Answering.
 
-    def finished(self, keep_alive: bool) -> None:
+    def finished(self, keep_alive: bool, now: float) -> None:
         """The answer is out: on to the next request."""
         self.exchange = self.head = None
         if not keep_alive or self.service.stopping:
@@ -1652,7 +2012,7 @@ class ClientConnection(asyncio.Protocol):
             self.service.loop.call_soon(self._next)
             return  # What comes until then has to queue up behind it.
         self.phase = Phase.IDLE
-        self.deadline = self.service.loop.time() + KEEP_ALIVE_TIMEOUT
+        self.deadline = now + KEEP_ALIVE_TIMEOUT
 
     def _next(self) -> None:
         """Goes on after an answer, with what had come before it was out."""
@@ -1660,7 +2020,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if not self.transport.is_closing():
             self.phase = Phase.IDLE
-            self.deadline = self.service.loop.time() + KEEP_ALIVE_TIMEOUT
+            self.deadline = monotonic() + KEEP_ALIVE_TIMEOUT
             data = bytes(self.buffer)
             self.buffer.clear()
             self._take(data)
@@ -1678,12 +2038,13 @@ class ClientConnection(asyncio.Protocol):
         fields = [("Content-Length", str(len(body))), *err.headers]
         fields += [("Content-Type", "application/json"), ("Connection", "close")]
         head = render_head(err.status, fields) + CRLF
+        self.service.tally.refused(self.head, err.status)
         without_body = self.head is not None and self.head.method == b"HEAD"
         self.transport.write(head if without_body else head + body)
         self.transport.write_eof()
         self.phase = Phase.LINGER
         self.parts.clear()
-        self.deadline = self.service.loop.time() + LINGER_TIMEOUT
+        self.deadline = monotonic() + LINGER_TIMEOUT
 
     def stop(self) -> None:
         """Closes the connection unless an answer is on its way."""
@@ -1698,7 +2059,7 @@ class ClientConnection(asyncio.Protocol):
         """
         self.exchange = None
         self.phase = Phase.LINGER
-        self.deadline = self.service.loop.time() + LINGER_TIMEOUT
+        self.deadline = monotonic() + LINGER_TIMEOUT
         if framed:
             self.transport.close()
         else:
@@ -1740,8 +2101,11 @@ class Exchange(Script):
         self.head = head
         self.body = body
         self.keep_alive = head.keep_alive
-        # Whether the client has seen a byte of the answer.
-        self.begun = False
+        self.began = monotonic()
+        # How it is served: one of MODES.
+        self.mode = OWN
+        # The status of the answer; 0 until the client has seen a byte of it.
+        self.status = 0
         # The leg whose answer is being passed on.
         self.feeding: Leg | None = None
         # Is shown the first bytes of D's body, and which D it was.
@@ -1828,14 +2192,14 @@ class Exchange(Script):
         headers: Iterable[tuple[str, str]] = (),
     ) -> None:
         """Gives an answer of the proxy's own."""
-        self.begun = True
+        self.status = status
         fields = [("Content-Length", str(len(body))), ("Content-Type", content_type)]
         head = render_head(status, [*fields, *headers]) + self._last_fields()
         self.write(head if self.head.method == b"HEAD" else head + body)
 
     def answer_stream(self, content_type: str) -> None:
         """Begins an answer of the proxy's own whose length is not known."""
-        self.begun = True
+        self.status = 200
         head = render_head(200, [("Content-Type", content_type)])
         self.write(head + self._framing_field(None) + self._last_fields())
 
@@ -1880,7 +2244,7 @@ class Exchange(Script):
         write = self.client.transport.write
         recode = self.head.modern and isinstance(leg.framing, UntilClose)
         head, body = self._relayed_head(leg), leg.body()
-        self.begun = True
+        self.status = leg.status
         write(head + (encode_chunk(body) if recode else body))
         if body:
             self.look(leg, body)
@@ -1949,15 +2313,19 @@ class Exchange(Script):
 
     def client_left(self) -> None:
         """Nobody wants the answer: whatever works on it is stopped."""
+        self.client.service.tally.aborted += 1
+        self.client.service.tally.record(self, monotonic())
         self.cancel()
 
     def ended(self, err: Exception | None) -> None:
         """Answers what went wrong, or cuts an answer that has begun."""
-        client = self.client
+        client, tally = self.client, self.client.service.tally
         if client.exchange is not self:
             return
-        if err is not None and self.begun:
+        if err is not None and self.status:
             logger.warning("answer cut short: %s", err)
+            tally.cut += 1
+            tally.record(self, monotonic())
             client.cut(self.head.modern)
             return
         if err is not None:
@@ -1966,7 +2334,9 @@ class Exchange(Script):
                 err = ProxyError(500, "Internal error in the proxy")
             body = err.body(self.head.target)
             self.answer(err.status, body, headers=err.headers)
-        client.finished(self.keep_alive)
+        now = monotonic()
+        tally.record(self, now)
+        client.finished(self.keep_alive, now)
 
 
 Handler = Callable[[Exchange], Steps | None]
@@ -1987,6 +2357,7 @@ class Service:
         self.max_body: int = args.max_body_size
         self.first_byte_timeout: float = args.first_byte_timeout
         self.clients: set[ClientConnection] = set()
+        self.tally = Tally()
         # Set once SIGTERM has come: no further requests.
         self.stopping = False
         self.empty = self.loop.create_future()
@@ -2041,10 +2412,23 @@ class Service:
             else:
                 client.transport.abort()
 
+    def snapshot(self) -> Snapshot:
+        """What this process has counted until now."""
+        counted = self.tally.snapshot()
+        running = sum(client.exchange is not None for client in self.clients)
+        add_numbers(counted, "requests_in_flight", "", [running])
+        add_numbers(counted, "client_connections", "", [len(self.clients)])
+        for cycler in (self.proxy.prefill_cycler, self.proxy.decode_cycler):
+            for instance in cycler.instances:
+                for name, labels, number in instance.figures():
+                    add_numbers(counted, name, labels, [number])
+        return counted
+
     def tick(self) -> None:
         """Looks at all deadlines, every TICK seconds, whatever happens in one."""
         self.loop.call_later(TICK, self.tick)
-        now = self.loop.time()
+        self.tally.fold()
+        now = monotonic()
         for client in list(self.clients):
             client.tick(now)
         for cycler in (self.proxy.prefill_cycler, self.proxy.decode_cycler):
@@ -2730,6 +3114,7 @@ class Proxy:
         )
         self.routes: dict[str, dict[bytes, Handler]] = {
             "/health": {b"GET": self.health},
+            "/metrics": {b"GET": self.metrics},
             "/status": {b"GET": self.status},
             "/instances/add": {b"POST": self.add_instance},
             "/instances/remove": {b"POST": self.remove_instance},
@@ -2808,6 +3193,11 @@ class Proxy:
             x.on_start = self.note_holder
             if self.connector.by_request_id:
                 reason = reason or "request_id"
+        if reason:
+            x.mode = BYPASS
+            x.client.service.tally.bypassed[reason] += 1
+        else:
+            x.mode = TWO_LEGS
         if reason == PREVIOUS:
             body = decode_body(members, None)
             response_id = bytes(members[PREVIOUS]).strip(b'"').decode()
@@ -2851,6 +3241,7 @@ class Proxy:
             leg = yield from self.decode(x, body, avoid, params)
             if not (again and self.worth_another(leg, prefill)):
                 break
+            x.client.service.tally.again(leg)
             again, params = False, None
             others = [i for i in self.decode_cycler.up if i is not leg.instance]
             avoid, other_p = ([leg.instance], False) if others else ([], True)
@@ -2897,6 +3288,8 @@ class Proxy:
                 instance = self.pick(x, self.prefill_cycler, tried)
             if instance is None:
                 break
+            if leg is not None:
+                x.client.service.tally.again(leg)
             leg = x.post(instance, body, x.request_id + IDENTITY, whole=True)
             while not leg.settled:
                 yield
@@ -2932,6 +3325,8 @@ class Proxy:
         extra = x.request_id + x.accepted_coding()
         try:
             while instance := self.pick(x, self.decode_cycler, avoid):
+                if leg is not None:
+                    x.client.service.tally.again(leg)
                 leg = x.post(instance, body, extra)
                 while not leg.settled:
                     yield
@@ -2958,6 +3353,7 @@ class Proxy:
             if pair is None:
                 break
             if leg is not None:
+                x.client.service.tally.again(leg)
                 leg.close()
             leg = yield from self.run_pair(x, members, endpoint, pair)
             if leg.failure not in RETRIED and leg.status < 500:
@@ -3014,6 +3410,7 @@ class Proxy:
 
     def one_leg(self, x: Exchange) -> Steps:
         """Any other path: to a decode instance as it is."""
+        x.mode = ONE_LEG
         leg = yield from self.decode(x, forwarded_body(x), [])
         yield from self.give(x, leg)
 
@@ -3030,6 +3427,7 @@ class Proxy:
 
     def one_response(self, response_id: str, x: Exchange) -> Steps:
         """Retrieves or cancels a response, or whatever its engine offers."""
+        x.mode = ONE_LEG
         return self.held(x, forwarded_body(x), response_id)
 
     def held(self, x: Exchange, body: bytes, response_id: str) -> Steps:
@@ -3069,6 +3467,10 @@ class Proxy:
             "instances": [self.describe(i) for i in (*prefill, *decode)],
         }
         x.answer(200, encode_json(report))
+
+    def metrics(self, x: Exchange) -> None:
+        body = render(x.client.service.snapshot())
+        x.answer(200, body, CONTENT_TYPE_LATEST)
 
     def describe(self, instance: Instance) -> dict[str, object]:
         """An instance as `/status` shows it."""

@@ -33,6 +33,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import msgpack
@@ -395,7 +396,7 @@ class MoRIIOProxy(Proxy):
         body = forwarded_body(x)
         legs = [x.post(i, body, x.request_id, whole=True) for i in instances]
         for leg in legs:
-            leg.deadline = x.loop.time() + PROFILE_TIMEOUT
+            leg.deadline = monotonic() + PROFILE_TIMEOUT
         while not all(leg.settled for leg in legs):
             yield
         failed = [
