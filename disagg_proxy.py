@@ -786,7 +786,8 @@ def may_be_true(value: Raw | None) -> bool:
 
 # --- Instances and their connections --------------------------------------------------
 
-Steps = Generator[None, None, None]
+# The value is None, or steps that follow without what the first have in memory.
+Steps = Generator[None, None, Any]
 
 # How an event with vLLM's error object begins; a chunk's size may stand before it.
 STREAM_ERROR = b'data: {"error"'
@@ -829,7 +830,7 @@ class Script:
         self.legs: list[Leg] = []
 
     def run(self, steps: Steps) -> None:
-        """Starts; to be called once."""
+        """Starts with its first steps; these may return what follows them."""
         self.steps = steps
         self.resume()
 
@@ -839,8 +840,8 @@ class Script:
             return
         try:
             next(self.steps)
-        except StopIteration:
-            self._end(None)
+        except StopIteration as end:
+            self.run(end.value) if end.value else self._end(None)
         except Exception as err:
             self._end(err)
 
@@ -983,6 +984,8 @@ class EngineConnection(asyncio.Protocol):
             self.transport.write(leg.request + leg.sent)
         else:
             self.transport.writelines((leg.request, leg.sent))
+        # A prompt may be large, and its answer long.
+        leg.request = leg.sent = b""
 
     def abort(self) -> None:
         """Closes at once; the engine takes it as the client's leaving."""
@@ -1091,7 +1094,7 @@ class EngineConnection(asyncio.Protocol):
             leg.answered = now
         self.instance.leave(leg)
         # An engine may answer before it has read all of a large request.
-        unsent = len(leg.sent) > SMALL_BODY_BYTES and transport.get_write_buffer_size()
+        unsent = transport.get_write_buffer_size()
         if kept and head.reusable and not unsent and not framing.extra:
             self.used = True
             self.instance.keep(self, now)
@@ -2234,23 +2237,31 @@ class Exchange(Script):
             field += b"X-Request-Id: %s\r\n" % given[:MAX_REQUEST_ID_BYTES]
         return field + CRLF
 
-    def relay(self, leg: Leg) -> Steps:
-        """Passes a leg's answer on as it comes; ends when it is out.
+    def relay(self, leg: Leg) -> Steps | None:
+        """Passes on what there is of a leg's answer; returns the steps for the rest."""
+        recode = self.head.modern and isinstance(leg.framing, UntilClose)
+        head, body = self._relayed_head(leg), leg.body()
+        self.status = leg.status
+        self.write(head + (encode_chunk(body) if recode else body))
+        if body:
+            self.look(leg, body)
+        if leg.done and not recode:
+            return None
+        return self._relay_rest(leg, recode, seen=body != b"")
+
+    def _relay_rest(self, leg: Leg, recode: bool, seen: bool) -> Steps:
+        """Passes on the rest as it comes; ends when it is out.
 
         Raises:
             ConnectionError: the engine failed in mid-answer.
 
         """
         write = self.client.transport.write
-        recode = self.head.modern and isinstance(leg.framing, UntilClose)
-        head, body = self._relayed_head(leg), leg.body()
-        self.status = leg.status
-        write(head + (encode_chunk(body) if recode else body))
-        if body:
-            self.look(leg, body)
+        # There is no second try any more, and an answer may take hours.
+        self.body = self.fields = self.request_id = b""
         if not leg.done:
             sink = (lambda data: write(encode_chunk(data))) if recode else write
-            leg.sink = sink if body else self.looking(leg, sink)
+            leg.sink = sink if seen else self.looking(leg, sink)
             self.feeding = leg
             leg.go_on() if self.client.writable else leg.pause()
             while not leg.done:
@@ -3246,7 +3257,7 @@ class Proxy:
             others = [i for i in self.decode_cycler.up if i is not leg.instance]
             avoid, other_p = ([leg.instance], False) if others else ([], True)
             leg.close()
-        yield from self.give(x, leg)
+        return self.give(x, leg)
 
     def worth_another(self, leg: Leg, prefill: Instance | None) -> bool:
         """Whether a failed D leg is worth a second try of the whole request."""
@@ -3259,11 +3270,11 @@ class Proxy:
         other_prefill = any(i is not prefill for i in self.prefill_cycler.up)
         return leg.failure is None and prefill is not None and other_prefill
 
-    def give(self, x: Exchange, leg: Leg) -> Steps:
-        """Gives the client what a leg brought."""
+    def give(self, x: Exchange, leg: Leg) -> Steps | None:
+        """Gives the client what a leg brought; returns the steps for the rest."""
         if leg.failure is not None:
             raise unreachable(leg)
-        yield from x.relay(leg)
+        return x.relay(leg)
 
     def prefill(
         self,
@@ -3306,7 +3317,7 @@ class Proxy:
                 break
             tried.append(instance)
         if refused is not None:
-            yield from x.relay(refused)
+            yield from x.relay(refused) or ()
             return None
         raise unreachable(leg) if leg else no_instance("prefill")
 
@@ -3362,7 +3373,7 @@ class Proxy:
             pair.prefill.suspect()
         if leg is None:
             raise no_instance("decode" if self.prefill_cycler.up else "prefill")
-        yield from self.give(x, leg)
+        return self.give(x, leg)
 
     def choose(self, x: Exchange, avoid: list[Instance]) -> Pair | None:
         """The next pair without the instances in `avoid`; None if there is none."""
@@ -3412,7 +3423,7 @@ class Proxy:
         """Any other path: to a decode instance as it is."""
         x.mode = ONE_LEG
         leg = yield from self.decode(x, forwarded_body(x), [])
-        yield from self.give(x, leg)
+        return self.give(x, leg)
 
     # Responses, which stay with the decode instance that made them.
 
@@ -3447,7 +3458,7 @@ class Proxy:
             if leg.failure is not None or leg.status != 404 or not others:
                 break
             leg.close()
-        yield from self.give(x, leg)
+        return self.give(x, leg)
 
     # The proxy's own routes.
 

@@ -37,6 +37,8 @@ from wire import Pace
 
 BODY: JSON = {"prompt": "a", "messages": []}
 STREAM: JSON = BODY | {"stream": True}
+PUSH = ["--kv-connector", "nixl-push", "--prefill-engine-id", "engine-0"]
+PUSH += ["--prefill-kv-host", "127.0.0.1"]
 MEBIBYTE = 1 << 20
 # Pieces in which the engines of this module send large answers.
 PIECE = MEBIBYTE // 4
@@ -317,6 +319,24 @@ def test_b33_a_large_body_reaches_both_legs(pair: Cluster, kind: str) -> None:
 @pytest.mark.parametrize("kind", prompts(0))
 def test_b33_soak_sixty_megabytes(pair: Cluster, kind: str) -> None:
     upload(pair, kind, 60 * MEBIBYTE)
+
+
+@pytest.mark.parametrize("args", [[], PUSH])
+def test_b33_a_prompt_is_forgotten_once_its_answer_has_begun(args: list[str]) -> None:
+    gate = Gate()
+    body = prompts(MEBIBYTE)["text"] | {"stream": True}
+    with Cluster(args=args) as cluster, contextlib.ExitStack() as stack:
+        before = cluster.proxy.resident_bytes()
+        readers = []
+        for _ in range(40):
+            cluster.d[0].answer(SSE_HEAD, chunk(event("a")), gate, chunk(DONE))
+            reader = stack.enter_context(cluster.connect()).post(COMPLETIONS, body)
+            reader.body_until(event("a"))
+            readers.append(reader)
+        assert cluster.proxy.resident_bytes() - before < 24 * MEBIBYTE
+        gate.release()
+        for reader in readers:
+            reader.body_until(DONE)
 
 
 def test_b33_an_upload_that_pauses_delays_nobody(pair: Cluster) -> None:
