@@ -2540,9 +2540,11 @@ def read_hand_over(answer: bytes) -> tuple[Raw, HandOver]:
 
     """
     try:
+        if not answer.isascii():
+            answer.decode()
         params = decode_prefill_answer(answer).kv_transfer_params
         return params, HandOver() if params == NULL else decode_hand_over(params)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         params = split_members(answer).get("kv_transfer_params", NULL)
         found = {} if params == NULL else split_members(bytes(params))
         known = found.keys() & set(HandOver.__struct_fields__)
@@ -2550,9 +2552,14 @@ def read_hand_over(answer: bytes) -> tuple[Raw, HandOver]:
 
 
 def names_any(ids: Raw) -> bool:
-    """Whether block or token ids are a list, nested or not, that has any."""
+    """Whether block or token ids are a list of numbers, nested or not; not empty."""
     found = bytes(ids)
-    return found[:1] == b"[" and found.strip(b"[], \t\r\n") != b""
+    return found[:1] == b"[" and found.translate(None, b"[], \t\r\n").isdigit()
+
+
+def is_name(value: Raw) -> bool:
+    """Whether a member is text that is not empty."""
+    return bytes(value)[:1] == b'"' and value != EMPTY
 
 
 def bad_hand_over(instance: Instance, what: str) -> ProxyError:
@@ -2645,10 +2652,13 @@ class AutoConnector(Connector):
     def _checked(self, prefill: Instance, params: Raw, found: HandOver) -> Raw:
         if not names_any(found.remote_block_ids):
             raise bad_hand_over(prefill, "a hand-over without block ids")
-        needed = (found.remote_engine_id, found.remote_request_id, found.remote_port)
-        if NULL in needed or EMPTY in needed:
+        named = is_name(found.remote_engine_id) and is_name(found.remote_request_id)
+        if not named or not bytes(found.remote_port).strip(b'"').isdigit():
             raise bad_hand_over(prefill, "a hand-over that lacks a coordinate")
-        host = decode_any(found.remote_host) or ""
+        try:
+            host = decode_any(found.remote_host) or ""
+        except msgspec.DecodeError:
+            host = None
         if not isinstance(host, str):
             raise bad_hand_over(prefill, "a hand-over with a malformed remote_host")
         if not is_local(host) or (host and prefill.is_local):
