@@ -92,6 +92,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 __all__ = [
+    "CONNECTORS",
     "Connector",
     "Exchange",
     "Instance",
@@ -107,7 +108,7 @@ __all__ = [
     "Server",
     "Service",
     "add_server_flags",
-    "read_hand_over",
+    "main",
 ]
 
 logger = logging.getLogger("disagg_proxy")
@@ -2353,6 +2354,25 @@ class Exchange(Script):
 Handler = Callable[[Exchange], Steps | None]
 
 
+class Request:
+    """What a custom callable receives."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.body = exchange.body
+        head = exchange.head
+        owned = b"\r\n".join(b"%s:%s" % field for field in head.owned.items())
+        lines = (head.forwarded + owned).decode("latin-1").split("\r\n")
+        # Lower-case names.
+        self.headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
+        }
+
+    async def json(self) -> Any:
+        """The decoded body; raises ValueError where it is not JSON."""
+        return json.loads(self.body)
+
+
 class Service:
     """What all client connections of a process share.
 
@@ -2532,23 +2552,34 @@ decode_prefill_answer = msgspec.json.Decoder(PrefillAnswer).decode
 decode_hand_over = msgspec.json.Decoder(HandOver).decode
 
 
-def read_hand_over(answer: bytes) -> tuple[Raw, HandOver]:
-    """P's parameters as they stand, and what decides about them.
+def given_params(answer: bytes) -> Raw:
+    """What P's answer says for D, as it stands; NULL if it says nothing.
 
     Raises:
-        ProxyError: answer or parameters are not one JSON object.
+        ProxyError: it is not one JSON object.
 
     """
     try:
         if not answer.isascii():
             answer.decode()
-        params = decode_prefill_answer(answer).kv_transfer_params
-        return params, HandOver() if params == NULL else decode_hand_over(params)
+        return decode_prefill_answer(answer).kv_transfer_params
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        params = split_members(answer).get("kv_transfer_params", NULL)
-        found = {} if params == NULL else split_members(bytes(params))
+        return split_members(answer).get("kv_transfer_params", NULL)
+
+
+def read_hand_over(given: Raw) -> HandOver:
+    """What decides about P's parameters.
+
+    Raises:
+        ProxyError: they are not one JSON object.
+
+    """
+    try:
+        return HandOver() if given == NULL else decode_hand_over(given)
+    except (msgspec.DecodeError, RecursionError):
+        found = split_members(bytes(given))
         known = found.keys() & set(HandOver.__struct_fields__)
-        return params, HandOver(**{name: found[name] for name in known})
+        return HandOver(**{name: found[name] for name in known})
 
 
 def names_any(ids: Raw) -> bool:
@@ -2562,8 +2593,25 @@ def is_name(value: Raw) -> bool:
     return bytes(value)[:1] == b'"' and value != EMPTY
 
 
-def bad_hand_over(instance: Instance, what: str) -> ProxyError:
-    return ProxyError(502, f"Prefill instance {instance} answered with {what}")
+# D's parameters from P's instance and P's parameters; see `Connector.decode_params`.
+DecodeParams = Callable[[Instance, Raw], Raw | None]
+
+
+def hand_over(make: DecodeParams, prefill: Instance, answer: bytes) -> Raw | None:
+    """D's parameters by P's answer.
+
+    Raises:
+        ProxyError: 502, D must not have what P answered.
+
+    """
+    try:
+        return make(prefill, given_params(answer))
+    except (ValueError, ProxyError) as err:
+        raise bad_answer(prefill, f"no usable hand-over: {err}") from None
+
+
+def bad_answer(prefill: Instance, what: str) -> ProxyError:
+    return ProxyError(502, f"Prefill instance {prefill} answered with {what}")
 
 
 class Pair(NamedTuple):
@@ -2573,11 +2621,9 @@ class Pair(NamedTuple):
     decode: Instance
     # The X-Request-Id line of both legs.
     request_id: bytes
-    # Whether the legs run side by side.
-    concurrent: bool
     prefill_params: Raw
-    # From P's answer, None when the legs are concurrent; may raise ProxyError.
-    decode_params: Callable[[bytes | None], Raw | None]
+    # The legs run side by side, unless these are made of what P answers.
+    decode_params: Raw | DecodeParams
     # Members that replace the client's on the P leg.
     prefill_members: Members = {}
     # Further header lines.
@@ -2588,9 +2634,9 @@ class Pair(NamedTuple):
 class Connector:
     """How the KV cache gets from prefill to decode.
 
-    One of two kinds: where `pairs` is False, `prefill_params` are P's and
-    `decode_params` makes D's from P's answer, when D is chosen; where it is True,
-    `pair` says everything about two instances that know of each other.
+    One of two kinds: where `pairs` is False, `prefill_params` are P's, and
+    `decode_params` makes those of whatever D is chosen; where it is True, `pair`
+    says everything about two instances that know of each other.
     """
 
     pairs = False
@@ -2601,11 +2647,11 @@ class Connector:
         """`kv_transfer_params` of the P leg."""
         raise NotImplementedError
 
-    def decode_params(self, prefill: Instance, answer: bytes) -> Raw | None:
-        """`kv_transfer_params` of the D leg, from P's answer; None for none.
+    def decode_params(self, prefill: Instance, given: Raw) -> Raw | None:
+        """`kv_transfer_params` of the D leg from those in P's answer; None for none.
 
         Raises:
-            ProxyError: 502 for a hand-over that would harm the decode engine.
+            ValueError: they would harm the decode engine: a 502, D is not asked.
 
         """
         raise NotImplementedError
@@ -2640,30 +2686,21 @@ class AutoConnector(Connector):
     def prefill_params(self) -> Raw:
         return NIXL_PREFILL
 
-    def decode_params(self, prefill: Instance, answer: bytes) -> Raw | None:
-        try:
-            params, hand_over = read_hand_over(answer)
-        except ProxyError as err:
-            raise bad_hand_over(prefill, f"no usable JSON: {err}") from None
-        if hand_over.do_remote_prefill != TRUE:
+    def decode_params(self, prefill: Instance, given: Raw) -> Raw | None:
+        found = read_hand_over(given)
+        if found.do_remote_prefill != TRUE:
             return None
-        return self._checked(prefill, params, hand_over)
-
-    def _checked(self, prefill: Instance, params: Raw, found: HandOver) -> Raw:
         if not names_any(found.remote_block_ids):
-            raise bad_hand_over(prefill, "a hand-over without block ids")
+            raise ValueError("no block ids")
         named = is_name(found.remote_engine_id) and is_name(found.remote_request_id)
         if not named or not bytes(found.remote_port).strip(b'"').isdigit():
-            raise bad_hand_over(prefill, "a hand-over that lacks a coordinate")
-        try:
-            host = decode_any(found.remote_host) or ""
-        except msgspec.DecodeError:
-            host = None
+            raise ValueError("a coordinate is missing")
+        host = decode_any(found.remote_host) or ""
         if not isinstance(host, str):
-            raise bad_hand_over(prefill, "a hand-over with a malformed remote_host")
+            raise ValueError("a malformed remote_host")
         if not is_local(host) or (host and prefill.is_local):
-            return params
-        fields = split_members(bytes(params))
+            return given
+        fields = split_members(bytes(given))
         fields["remote_host"] = Raw(encode_json(prefill.host))
         return Raw(encode_json(fields))
 
@@ -2714,9 +2751,8 @@ class NixlPushConnector(Connector):
             prefill,
             decode,
             request_id_line(name),
-            concurrent=True,
             prefill_params=NIXL_PREFILL,
-            decode_params=lambda _: Raw(encode_json(params)),
+            decode_params=Raw(encode_json(params)),
         )
 
 
@@ -2777,9 +2813,8 @@ class MooncakeConnector(Connector):
             prefill,
             decode,
             request_id_line(f"{random.getrandbits(128):032x}"),
-            concurrent=True,
             prefill_params=Raw(encode_json({**p, "transfer_id": transfer})),
-            decode_params=lambda _: Raw(encode_json(d)),
+            decode_params=Raw(encode_json(d)),
             # Only a P that ends by length hands its blocks over.
             prefill_members={"ignore_eos": TRUE},
             prefill_fields=b"X-data-parallel-rank: %d\r\n" % rank,
@@ -2985,7 +3020,7 @@ def failed(leg: Leg) -> bool:
 def checked(leg: Leg) -> Leg:
     """A P leg that is not a success; raises ProxyError where it is not an error."""
     if leg.failure is None and leg.status < 400:
-        raise bad_hand_over(leg.instance, f"status {leg.status}")
+        raise bad_answer(leg.instance, f"status {leg.status}")
     return leg
 
 
@@ -3038,25 +3073,6 @@ class Response(NamedTuple):
     body: bytes
     status: int = 200
     content_type: str = "application/json"
-
-
-class Request:
-    """What a custom callable receives."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.body = exchange.body
-        head = exchange.head
-        owned = b"\r\n".join(b"%s:%s" % field for field in head.owned.items())
-        lines = (head.forwarded + owned).decode("latin-1").split("\r\n")
-        # Lower-case names.
-        self.headers = {
-            name.lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines)
-        }
-
-    async def json(self) -> Any:
-        """The decoded body; raises ValueError where it is not JSON."""
-        return json.loads(self.body)
 
 
 CustomAnswer = Response | AsyncIterator[bytes]
@@ -3254,7 +3270,7 @@ class Proxy:
                 prefill = answer.instance
                 if answer.status == 200:
                     said = answer.body()
-                    params = self.connector.decode_params(prefill, said)
+                    params = hand_over(self.connector.decode_params, prefill, said)
                     if two.token_ids and params is not None:
                         params = with_token_ids(params, said)
                 self.pair_off()
@@ -3407,11 +3423,15 @@ class Proxy:
         body = prefill_body(members, own, pair.prefill_params)
         fields = pair.request_id + pair.prefill_fields + IDENTITY
         p = x.post(pair.prefill, body, fields, whole=True)
-        while not (p.settled or pair.concurrent):
-            yield
-        if p.settled and failed(p):
-            return checked(p)
-        params = pair.decode_params(p.body() if p.settled else None)
+        params: Raw | None
+        if isinstance(pair.decode_params, Raw):
+            params = pair.decode_params
+        else:
+            while not p.settled:
+                yield
+            if failed(p):
+                return checked(p)
+            params = hand_over(pair.decode_params, pair.prefill, p.body())
         fields = pair.request_id + pair.decode_fields + x.accepted_coding()
         d = x.post(pair.decode, decode_body(members, params), fields)
         while True:

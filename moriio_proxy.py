@@ -59,7 +59,6 @@ from disagg_proxy import (
     State,
     Steps,
     add_server_flags,
-    bad_hand_over,
     configure_logging,
     encode_json,
     forwarded_body,
@@ -222,15 +221,16 @@ def moriio_pair(p: Engine, p_rank: int | None, d: Engine, d_rank: int | None) ->
     transfer = f"tx-{random_uuid()}"
     to_p = {"do_remote_decode": True, "do_remote_prefill": False}
     to_d = {"do_remote_decode": False, "do_remote_prefill": True}
+    whole_d = {**to_d, **about(p, p_rank, transfer)}
+    reads = p.told["transfer_mode"] == "READ"
     return Pair(
         p.instance,
         d.instance,
         request_id_line(name),
-        concurrent=p.told["transfer_mode"] == "WRITE",
         prefill_params=Raw(encode_json({**to_p, **about(d, d_rank, transfer)})),
-        decode_params=lambda answer: decode_params(
-            p.instance, {**to_d, **about(p, p_rank, transfer)}, answer
-        ),
+        decode_params=functools.partial(read_params, whole_d)
+        if reads
+        else Raw(encode_json(whole_d)),
         # P hands over only what ends by length.
         prefill_members={"ignore_eos": TRUE},
         prefill_fields=pin(p_rank),
@@ -242,23 +242,11 @@ def moriio_pair(p: Engine, p_rank: int | None, d: Engine, d_rank: int | None) ->
 KEPT = words("do_remote_decode do_remote_prefill remote_dp_rank_override transfer_id")
 
 
-def decode_params(
-    prefill: Instance, params: dict[str, object], answer: bytes | None
-) -> Raw | None:
-    """D's parameters; in READ mode with what P's answer says about the blocks.
+def read_params(params: dict[str, object], prefill: Instance, given: Raw) -> Raw | None:
+    """D's parameters in READ mode, with what P says about the blocks.
 
     None where it names no blocks: D would compute on KV that nobody has written.
-
-    Raises:
-        ProxyError: 502, the answer is not one JSON object.
-
     """
-    if answer is None:
-        return Raw(encode_json(params))
-    try:
-        given = split_members(answer).get("kv_transfer_params", NULL)
-    except ProxyError as err:
-        raise bad_hand_over(prefill, f"no usable JSON: {err}") from None
     try:
         found = split_members(bytes(given))
     except ProxyError:

@@ -577,6 +577,7 @@ def connecting(bench: Bench, client: RawClient, body: JSON) -> None:
         lambda: any(bench.shown(each)["in_flight"] for each in bench.cluster.d),
         "a decode instance is being connected to",
     )
+    poll(lambda: any(each.requests for each in bench.cluster.p), "P has the request")
 
 
 def before_head(bench: Bench, client: RawClient, body: JSON) -> None:

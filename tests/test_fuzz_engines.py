@@ -6,6 +6,7 @@ Whatever P says, D gets a hand-over that it can live with, or none, or no reques
 whatever D says, the client sees just that, or an error, or an answer that is cut.
 """
 
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -40,8 +41,14 @@ from test_oracle import (
     their_response,
 )
 
-from disagg_proxy import AutoConnector, Instance, InstanceCycler, ProxyError
-from moriio_proxy import decode_params
+from disagg_proxy import (
+    AutoConnector,
+    Instance,
+    InstanceCycler,
+    ProxyError,
+    hand_over,
+)
+from moriio_proxy import read_params
 
 # --- Hand-overs -----------------------------------------------------------------------
 
@@ -121,7 +128,7 @@ PREFILL = Instance("10.0.0.1:8100", InstanceCycler("prefill"))
 @example(dumps({"kv_transfer_params": USABLE | {"remote_block_ids": [[None]]}}))
 def test_decode_gets_a_usable_hand_over_or_none(answer: bytes) -> None:
     try:
-        params = AutoConnector().decode_params(PREFILL, answer)
+        params = hand_over(AutoConnector().decode_params, PREFILL, answer)
     except ProxyError as err:
         assert err.status == 502
         return
@@ -142,7 +149,8 @@ def test_decode_gets_a_usable_hand_over_or_none(answer: bytes) -> None:
 def test_moriio_decode_gets_the_blocks_or_no_parameters(answer: bytes) -> None:
     about = {"do_remote_prefill": True, "transfer_id": "tx-1", "remote_block_ids": None}
     try:
-        params = decode_params(PREFILL, dict(about), answer)
+        read = functools.partial(read_params, dict(about))
+        params = hand_over(read, PREFILL, answer)
     except ProxyError as err:
         assert err.status == 502
         return
