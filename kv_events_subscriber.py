@@ -50,6 +50,7 @@ ROUND = 500  # messages of one rank, before other ranks and signals have their t
 REPLAY_TIMEOUT = 5.0  # seconds without an answer; an idle engine needs 0.1
 QUIET = 1.0  # seconds without a live batch, before a check that none is missing
 SOURCE_TIMEOUT = 5.0  # seconds for GET /kv_event_sources
+MAX_TIME = 1 << 33  # seconds since 1970, in 2242; a later batch would hide all others
 MAX_REPORTED = 100  # unknown names remembered as reported; bounds the memory
 REDRAW, RELOG = 1.0, 10.0  # seconds between two summaries: on a terminal, in a log
 END = b"\xff" * 8  # the number that ends a replay
@@ -158,6 +159,8 @@ def decode_batch(payload: bytes) -> EventBatch:
         if isinstance(raw, dict):
             raw = raw["ts"], raw["events"], raw.get("data_parallel_rank")
         ts, events, *rest = raw
+        if not 0 <= float(ts) < MAX_TIME:
+            raise ValueError(f"time {ts!r}")
         decoded = [event for raw_event in events for event in _decode_event(raw_event)]
         return EventBatch(float(ts), decoded, rest[0] if rest else None)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as err:

@@ -139,7 +139,7 @@ def read_registration(frames: list[bytes]) -> Registration | None:
     if isinstance(message, dict) and message.get("type") == "HELLO":
         return None
     told = msgspec.convert(message, Registration)
-    parts = dict(part.partition(":")[::2] for part in told["zmq_address"].split(","))
+    parts = dict(part.split(":", 1) for part in told["zmq_address"].split(","))
     for name in ("handshake", "notify"):
         parse_address(bracketed(parts.get("host", ""), parts.get(name, "")))
     if "___" in told["zmq_address"]:

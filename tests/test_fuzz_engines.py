@@ -139,8 +139,7 @@ def test_decode_gets_a_usable_hand_over_or_none(answer: bytes) -> None:
     passed_on = json.loads(bytes(params))
     assert claims(passed_on)
     assert is_usable(passed_on), passed_on
-    hosts = {given_params.get("remote_host"), PREFILL.host}
-    assert passed_on["remote_host"] in hosts
+    assert passed_on["remote_host"] in (given_params.get("remote_host"), PREFILL.host)
     assert passed_on | {"remote_host": 0} == given_params | {"remote_host": 0}
 
 

@@ -552,6 +552,7 @@ MALFORMED: dict[str, tuple[bytes, ...]] = {
             ("zmq_address", 3),
             ("zmq_address", ""),
             ("zmq_address", "10.0.0.1:6301"),
+            ("zmq_address", "host:10.0.0.1,b,handshake:6301,notify:61005"),
             ("zmq_address", "host:10.0.0.1,handshake:6301"),
             ("zmq_address", "host:,handshake:6301,notify:61005"),
             ("zmq_address", "host:10.0.0.1,handshake:x,notify:61005"),
