@@ -54,6 +54,7 @@ import random
 import resource
 import signal
 import socket
+import ssl
 import struct
 import sys
 import time
@@ -153,6 +154,10 @@ MIN_BODY_PROGRESS = 32 * 1024
 KEEP_ALIVE_TIMEOUT = 75.0
 # Seconds a refused upload is still read, so that its client sees the answer.
 LINGER_TIMEOUT = 30.0
+# Seconds for a TLS handshake: a client that is alive needs a few round trips.
+HANDSHAKE_TIMEOUT = 10.0
+# Seconds an idle client has to answer the end of TLS: most libraries never do.
+GOODBYE_TIMEOUT = 2.0
 # Seconds an idle engine connection is kept: vLLM closes it at 5.0 s.
 ENGINE_IDLE_TIMEOUT = 4.0
 # Seconds to connect to an engine: a live one needs milliseconds.
@@ -2045,7 +2050,8 @@ class ClientConnection(asyncio.Protocol):
         self.service.tally.refused(self.head, err.status)
         without_body = self.head is not None and self.head.method == b"HEAD"
         self.transport.write(head if without_body else head + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot; the client closes then.
+            self.transport.write_eof()
         self.phase = Phase.LINGER
         self.parts.clear()
         self.deadline = monotonic() + LINGER_TIMEOUT
@@ -2054,6 +2060,8 @@ class ClientConnection(asyncio.Protocol):
         """Closes the connection unless an answer is on its way."""
         if self.exchange is None:
             self.transport.close()
+            self.phase = Phase.LINGER
+            self.deadline = self.service.loop.time() + GOODBYE_TIMEOUT
 
     def cut(self, framed: bool) -> None:
         """Ends an answer that is not whole, so that the client can tell.
@@ -2073,6 +2081,9 @@ class ClientConnection(asyncio.Protocol):
 
     def tick(self, now: float) -> None:
         """Looks at the deadline of what the connection waits for."""
+        if self.exchange is not None and self.transport.is_closing():
+            # It has ended its side, and does not read what it was sent before.
+            self.transport.abort()
         if now < self.deadline:
             return
         if self.phase is Phase.BODY and self.size - self.mark >= MIN_BODY_PROGRESS:
@@ -3709,7 +3720,9 @@ class Server:
         await self.prepare(service)
         await server.start_serving()
         host, port = server.sockets[0].getsockname()[:2]
-        logger.info("listening on %s:%d", f"[{host}]" if ":" in host else host, port)
+        host = f"[{host}]" if ":" in host else host
+        how = " with TLS" if args.ssl_certfile else ""
+        logger.info("listening on %s:%d%s", host, port, how)
         if service.engine_key and not service.client_keys and beyond_loopback(server):
             logger.warning(
                 "anybody who reaches this port uses OPENAI_API_KEY: "
@@ -3732,7 +3745,7 @@ class Server:
 
     async def listen(self, service: Service) -> asyncio.Server:
         """Binds the port, before anything else can go wrong."""
-        loop = asyncio.get_running_loop()
+        loop, tls = asyncio.get_running_loop(), tls_context(self.args)
         try:
             return await loop.create_server(
                 lambda: ClientConnection(service),
@@ -3740,6 +3753,8 @@ class Server:
                 self.port,
                 backlog=LISTEN_BACKLOG,
                 start_serving=False,
+                ssl=tls,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT if tls else None,
             )
         except OSError as err:
             where = f"{self.args.host}:{self.port}"
@@ -3842,6 +3857,31 @@ def prefill_settings(
         for own, value in zip(settings, (values or []) * len(addresses)):
             own[name] = value
     return addresses, settings
+
+
+def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
+    """TLS for clients, if there is a certificate.
+
+    Raises:
+        SystemExit: a file is missing, or not what it should be.
+
+    """
+    certificate, key = args.ssl_certfile, args.ssl_keyfile
+    if certificate is None:
+        if key is not None:
+            raise SystemExit("--ssl-keyfile needs --ssl-certfile")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        for name in filter(None, (certificate, key)):
+            open(name).close()  # Its error has the file's name.
+        # An encrypted key is an error: there may be nobody to type a password.
+        context.load_cert_chain(certificate, key, password="")
+    except OSError as err:
+        raise SystemExit(f"Cannot use the certificate or its key: {err}") from None
+    return context
 
 
 def beyond_loopback(server: asyncio.Server) -> bool:
@@ -3976,6 +4016,16 @@ def add_server_flags(parser: argparse.ArgumentParser, host: str, port: int) -> N
         "--protect-status",
         action="store_true",
         help="/status and /metrics need a key too",
+    )
+    parser.add_argument(
+        "--ssl-certfile",
+        metavar="FILE",
+        help="serve clients over TLS with this certificate (chain), in PEM",
+    )
+    parser.add_argument(
+        "--ssl-keyfile",
+        metavar="FILE",
+        help="its private key; default: in the same file",
     )
     parser.add_argument(
         "--allow-engine-control",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from rig import Cluster
+from tls import Tls
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,3 +51,9 @@ def quad(_shared_quad: Cluster) -> Iterator[Cluster]:
     """2P2D and a proxy, shared by the module, with fresh records and scripts."""
     yield _shared_quad
     _shared_quad.settle()
+
+
+@pytest.fixture(scope="session")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """A certificate, valid for as long as the tests run."""
+    return Tls(tmp_path_factory.mktemp("tls"))

@@ -12,6 +12,7 @@ needs heartbeats uses the simulated engines, which have them: `simulated`.
 
 import contextlib
 import itertools
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -45,6 +46,7 @@ class Proxy(ProxyProcess):
         discovery: the port, 0 for a free one.
         limits: module constants to scale down.
         script: the file to run.
+        trust: see `ProxyProcess`.
 
     """
 
@@ -54,9 +56,10 @@ class Proxy(ProxyProcess):
         discovery: int = 0,
         limits: Mapping[str, float] | None = None,
         script: Path = MORIIO_PROXY,
+        trust: ssl.SSLContext | None = None,
     ) -> None:
         ports = ["--host", "127.0.0.1", "--service-discovery-port", str(discovery)]
-        super().__init__([*ports, *argv], script, limits=limits)
+        super().__init__([*ports, *argv], script, limits=limits, trust=trust)
         line = self.wait_log(_REGISTER_AT)
         self.discovery = int(line.rpartition(":")[2])
 
@@ -155,6 +158,7 @@ class Fleet:
         argv: further arguments of the proxy.
         limits: module constants to scale down.
         sizes: `dp_size` and `tp_size` of (prefill, decode).
+        trust: see `ProxyProcess`.
 
     """
 
@@ -166,6 +170,7 @@ class Fleet:
         argv: Sequence[str] = (),
         limits: Mapping[str, float] | None = None,
         sizes: tuple[JSON, JSON] = ({}, {}),
+        trust: ssl.SSLContext | None = None,
     ) -> None:
         self.mode = mode
         self.p, self.d = (
@@ -175,7 +180,7 @@ class Fleet:
             for role, given in (("prefill", prefill), ("decode", decode))
         )
         self.sizes = {"prefill": sizes[0], "decode": sizes[1]}
-        self.proxy = Proxy(*argv, limits=limits)
+        self.proxy = Proxy(*argv, limits=limits, trust=trust)
         self.connect = self.proxy.connect
         # The latest registration of each engine.
         self.told: dict[ScriptedEngine, JSON] = {}

@@ -26,6 +26,7 @@ import os
 import queue
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -895,6 +896,7 @@ class RawClient:
         address: (host, port) of the proxy.
         receive_buffer: bytes of SO_RCVBUF, for a client that reads slowly.
         wait: False only starts to connect, for bursts; sending then waits.
+        trust: speaks TLS, if given.
 
     """
 
@@ -903,6 +905,7 @@ class RawClient:
         address: tuple[str, int],
         receive_buffer: int | None = None,
         wait: bool = True,
+        trust: ssl.SSLContext | None = None,
     ) -> None:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.socket = socket.socket(family)
@@ -913,6 +916,8 @@ class RawClient:
         self._pending = b""
         try:
             self.socket.connect(address)
+            if trust is not None:
+                self.socket = trust.wrap_socket(self.socket, server_hostname=address[0])
         except BlockingIOError:
             self.socket.settimeout(HANG_GUARD)
         except OSError:
@@ -965,8 +970,12 @@ class RawClient:
         return b"".join(received)
 
     def half_close(self) -> None:
-        """Sends FIN, goes on reading."""
-        self.socket.shutdown(socket.SHUT_WR)
+        """Ends this side: FIN, or the end of TLS; goes on reading."""
+        if isinstance(self.socket, ssl.SSLSocket):
+            with contextlib.suppress(ssl.SSLError):  # More data is no goodbye.
+                self.socket.unwrap()
+        else:
+            self.socket.shutdown(socket.SHUT_WR)
 
     def reset(self) -> None:
         """Ends the connection with RST."""
@@ -1027,6 +1036,7 @@ class ProxyProcess:
         script: the file to run.
         env: additional environment variables.
         limits: module constants to scale down, by name; see scaled_proxy.py.
+        trust: how its clients check its certificate, if it speaks TLS.
 
     """
 
@@ -1036,7 +1046,9 @@ class ProxyProcess:
         script: Path = DISAGG_PROXY,
         env: Mapping[str, str] | None = None,
         limits: Mapping[str, float] | None = None,
+        trust: ssl.SSLContext | None = None,
     ) -> None:
+        self.trust = trust
         command = [sys.executable, str(script)]
         if limits:
             scaled = [f"{name}={value}" for name, value in limits.items()]
@@ -1079,7 +1091,7 @@ class ProxyProcess:
         self, receive_buffer: int | None = None, wait: bool = True
     ) -> RawClient:
         """A new client connection."""
-        return RawClient(self.address, receive_buffer, wait)
+        return RawClient(self.address, receive_buffer, wait, self.trust)
 
     def request(
         self,
@@ -1222,6 +1234,7 @@ class Cluster:
         limits: module constants to scale down.
         script: the proxy to run.
         connector: the proxy's `--kv-connector`, with what it takes besides.
+        trust: see `ProxyProcess`.
 
     """
 
@@ -1235,6 +1248,7 @@ class Cluster:
         limits: Mapping[str, float] | None = None,
         script: Path = DISAGG_PROXY,
         connector: str = "auto",
+        trust: ssl.SSLContext | None = None,
     ) -> None:
         self.p = self._engines("prefill", prefill)
         self.d = self._engines("decode", decode)
@@ -1250,7 +1264,7 @@ class Cluster:
         if connector != "auto":
             argv += ["--kv-connector", connector]
         argv += ["--decode", *(each.instance for each in self.d)]
-        self.proxy = ProxyProcess([*argv, *args], script, env, limits)
+        self.proxy = ProxyProcess([*argv, *args], script, env, limits, trust)
         self.connect = self.proxy.connect
         self.request = self.proxy.request
 

@@ -33,6 +33,7 @@ from rig import (
     http_response,
     poll,
 )
+from tls import Tls
 from wire import Pace
 
 BODY: JSON = {"prompt": "a", "messages": []}
@@ -125,9 +126,12 @@ def wait_blocked(cluster: Cluster, floods: list[Flood]) -> None:
 # --- Readers that stop and go on (B23) ------------------------------------------------
 
 
-def let_readers_pause(clients: int, size: int, coding: str, allowed: int) -> None:
+def let_readers_pause(
+    clients: int, size: int, coding: str, allowed: int, tls: Tls | None = None
+) -> None:
     """Has clients not read until all is blocked, then read it all."""
-    with Cluster() as cluster, contextlib.ExitStack() as stack:
+    args, trust = (tls.args, tls.trust) if tls else ([], None)
+    with Cluster(args=args, trust=trust) as cluster, contextlib.ExitStack() as stack:
         floods = [Flood(size, coding) for _ in range(clients)]
         for flood in floods:
             cluster.d[0].answer(flood.play)
@@ -157,6 +161,13 @@ def let_readers_pause(clients: int, size: int, coding: str, allowed: int) -> Non
 @pytest.mark.parametrize("coding", ["length", "chunked"])
 def test_b23_a_slow_readers_answer_stays_with_the_engine(coding: str) -> None:
     let_readers_pause(4, 48 * MEBIBYTE, coding, 16 * MEBIBYTE)
+
+
+@pytest.mark.parametrize("coding", ["length", "chunked"])
+def test_b23_a_slow_readers_answer_stays_with_the_engine_over_tls(
+    coding: str, tls: Tls
+) -> None:
+    let_readers_pause(4, 48 * MEBIBYTE, coding, 16 * MEBIBYTE, tls)
 
 
 @pytest.mark.soak
@@ -229,6 +240,27 @@ def let_readers_die(clients: int) -> None:
 
 def test_b24_a_reader_that_dies_frees_everything() -> None:
     let_readers_die(6)
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_b24_b65_a_client_that_ends_its_side_and_does_not_read_is_gone(
+    secured: bool, tls: Tls
+) -> None:
+    args, trust = (tls.args, tls.trust) if secured else ([], None)
+    limits = {"TICK": 0.02, "ENGINE_IDLE_TIMEOUT": 0.1}
+    with (
+        Cluster(args=args, trust=trust, limits=limits) as cluster,
+        cluster.connect(receive_buffer=1 << 16) as client,
+    ):
+        flood = Flood(48 * MEBIBYTE)
+        cluster.d[0].answer(flood.play)
+        before = cluster.proxy.open_sockets()
+        client.post(COMPLETIONS, STREAM)
+        wait_blocked(cluster, [flood])
+        client.half_close()
+        cluster.d[0].next_request().wait_abandoned()
+        # Nothing waits for the client to read after all.
+        poll(lambda: cluster.proxy.open_sockets() < before, "its socket is closed")
 
 
 @pytest.mark.soak
