@@ -569,17 +569,44 @@ async def run(sources: Sequence[Source], args: argparse.Namespace) -> None:
             reporter.cancel()
 
 
-def main() -> int:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Log the KV cache events of vLLM.")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--endpoint", default="tcp://localhost:5557", help="of rank 0")
-    where.add_argument("--source", metavar="URL", help="engine to ask for all of this")
-    parser.add_argument("--replay-endpoint", help="of rank 0; without, gaps stay gaps")
-    parser.add_argument("--topic", default="kv-events", help="prefix; empty for all")
-    parser.add_argument("--dp-size", type=int, default=1, help="ranks to follow")
-    parser.add_argument("--format", choices=["text", "json"], default="text")
+    where.add_argument(
+        "--endpoint",
+        default="tcp://localhost:5557",
+        help="of rank 0; rank N is at port + N",
+    )
+    where.add_argument(
+        "--source", metavar="URL", help="engine to ask for endpoints, topics and ranks"
+    )
+    parser.add_argument(
+        "--replay-endpoint", help="of rank 0 as above; without, gaps stay gaps"
+    )
+    parser.add_argument(
+        "--topic",
+        default="kv-events",
+        help="prefix; empty for all, which is vLLM's own default",
+    )
+    parser.add_argument(
+        "--dp-size",
+        type=int,
+        default=1,
+        help="ranks to follow; the two ports have to be that far apart",
+    )
+    parser.add_argument(
+        "--format",
+        choices=["text", "json"],
+        default="text",
+        help="lines for readers, or an object for each event",
+    )
     parser.add_argument("--stats", action="store_true", help="summaries on stderr")
     parser.add_argument("--quiet", action="store_true", help="do not print events")
+    return parser
+
+
+def main() -> int:
+    parser = argument_parser()
     args = parser.parse_args()
     # The summary of a terminal stands below the cursor.
     clear = CLEAR * (args.stats and sys.stderr.isatty())

@@ -485,7 +485,7 @@ class MoRIIOServer(Server):
         self.discovery.close()
 
 
-def parse_args() -> argparse.Namespace:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="vLLM disaggregated proxy server for MoRIIO.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -498,11 +498,11 @@ def parse_args() -> argparse.Namespace:
         metavar="PORT",
         help="where the engines register (their proxy_ping_port)",
     )
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    args = parse_args()
+    args = argument_parser().parse_args()
     configure_logging(args.log_level)
     proxy = MoRIIOProxy(args.retries, args.allow_engine_control)
     MoRIIOServer(proxy, args).run_server()

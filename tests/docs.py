@@ -21,6 +21,8 @@ sys.path[:0] = [str(ROOT), str(TESTS)]
 import fault_table  # noqa: E402
 
 import disagg_proxy  # noqa: E402
+import kv_events_subscriber  # noqa: E402
+import moriio_proxy  # noqa: E402
 
 # --- Parts ----------------------------------------------------------------------------
 
@@ -79,9 +81,12 @@ def default(action: argparse.Action) -> str:
     return f"`{value:.0f}`" if isinstance(value, float) else f"`{value}`"
 
 
-def flags() -> str:
-    """The table of the proxy's flags."""
-    rows = flag_rows(disagg_proxy.argument_parser())
+def flags(
+    parser: argparse.ArgumentParser, known: argparse.ArgumentParser | None = None
+) -> str:
+    """The table of a script's flags; without those that another one has too."""
+    seen = list(flag_rows(known)) if known else []
+    rows = (row for row in flag_rows(parser) if row not in seen)
     return table(["flag", "default", "meaning"], rows)
 
 
@@ -222,7 +227,12 @@ def darkened(picture: str) -> str:
 def documents(tests: Iterable[str]) -> Iterator[tuple[Path, str]]:
     """Yields each document and the text it should have."""
     readme = ROOT / "README.md"
-    text = replaced(readme.read_text(), "flags", flags())
+    proxy = disagg_proxy.argument_parser()
+    text = replaced(readme.read_text(), "flags", flags(proxy))
+    own = flags(moriio_proxy.argument_parser(), proxy)
+    text = replaced(text, "flags of moriio_proxy.py", own)
+    follow = flags(kv_events_subscriber.argument_parser())
+    text = replaced(text, "flags of kv_events_subscriber.py", follow)
     for name, table_of_kind in fault_table.tables().items():
         text = replaced(text, name, table_of_kind)
     yield readme, replaced(text, "limits", limits())

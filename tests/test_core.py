@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 import selectors
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -350,6 +351,8 @@ def test_b10_an_address_that_swallows_connects_delays_nobody_else() -> None:
 # --- Bursts and concurrency (B11, B12) ------------------------------------------------
 
 BURST = 1000
+# States of Linux's tcp_info.
+TCP_ESTABLISHED, TCP_SYN_SENT = 1, 2
 
 
 def burst(cluster: Cluster, busy: Callable[[], None] = lambda: None) -> None:
@@ -379,6 +382,21 @@ def burst(cluster: Cluster, busy: Callable[[], None] = lambda: None) -> None:
 def test_b11_a_burst_of_connections_is_served() -> None:
     with Cluster() as cluster:
         burst(cluster)
+
+
+def test_as_many_connections_wait_as_the_environment_says() -> None:
+    with Cluster(env={"PROXY_LISTEN_BACKLOG": "2"}) as cluster:
+        with cluster.proxy.stopped():
+            clients = [cluster.connect(wait=False) for _ in range(9)]
+            # On loopback a handshake is over, or its first packet dropped, by now.
+            states = [
+                each.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+                for each in clients
+            ]
+        # What the kernel takes beyond the backlog is one; then it drops.
+        assert states == [TCP_ESTABLISHED] * 3 + [TCP_SYN_SENT] * 6
+        for each in clients:
+            each.close()
 
 
 @pytest.mark.soak

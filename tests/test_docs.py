@@ -5,6 +5,7 @@
 Where a table is out of step: `make docs`.
 """
 
+import ast
 import shlex
 from pathlib import Path
 from xml.etree import ElementTree
@@ -97,6 +98,53 @@ def test_every_picture_and_every_heading_that_is_linked_is_there() -> None:
     linked = {part.partition(")")[0] for part in README.split("](#")[1:]}
     assert linked
     assert linked <= anchors
+
+
+def sections(source: str) -> dict[str, int]:
+    """The titles of a script's sections, and the line where each begins."""
+    lines = enumerate(source.splitlines(), 1)
+    marked = ((line.strip("# -"), at) for at, line in lines if line[:6] == "# --- ")
+    return {title.partition(":")[0]: at for title, at in marked}
+
+
+def test_the_manual_names_the_sections_of_the_code() -> None:
+    table = README.partition("| section | what it has |\n| --- | --- |\n")[2]
+    rows = table.partition("\n\n")[0].splitlines()
+    source = (ROOT / "disagg_proxy.py").read_text()
+    assert [row.split(" | ")[0].lstrip("| ") for row in rows] == list(sections(source))
+
+
+@pytest.mark.parametrize(
+    "script", ["disagg_proxy.py", "moriio_proxy.py", "kv_events_subscriber.py"]
+)
+def test_a_section_uses_only_what_stands_above_it(script: str) -> None:
+    source = (ROOT / script).read_text()
+    ends = [*sections(source).values(), len(source.splitlines())]
+    tree = ast.parse(source)
+    made: dict[str, int] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            made.setdefault(node.name, node.lineno)
+        for each in ast.walk(node) if isinstance(node, ast.Assign) else []:
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                made.setdefault(each.id, each.lineno)
+    loads = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    assert len(ends) > 2
+    assert made
+    for use in loads:
+        end = next(end for end in ends if end >= use.lineno)
+        assert made.get(use.id, 0) <= end, f"{use.id} in line {use.lineno}"
+
+
+def test_every_section_of_the_manual_names_a_test_or_a_command() -> None:
+    text, *rest = README.split("```")
+    for block, after in zip(rest[::2], rest[1::2]):
+        # Where a block begins with a comment, there is no heading.
+        text += f"\n    {block[:1]}{after}"
+    for part in text.split("\n#")[1:]:
+        head, _, said = part.partition("\n")
+        shown = "test_" in said or "\n    " in said or "`make " in said
+        assert shown or not said.strip(), head
 
 
 # --- Commands -------------------------------------------------------------------------
