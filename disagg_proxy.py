@@ -75,7 +75,7 @@ from email.utils import formatdate
 from hashlib import blake2b
 from itertools import accumulate
 from time import monotonic
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 from urllib.parse import unquote_to_bytes
 
 import httptools
@@ -172,6 +172,10 @@ PROBE_INTERVAL_UP = 5.0
 DRAIN_TIMEOUT = 30.0
 # Seconds between two looks at all deadlines.
 TICK = 1.0
+# Seconds from one start of a worker to the next: one that ends at once must not spin.
+RESTART_INTERVAL = 1.0
+# Seconds a worker waits for what the others say: one that hangs is left out.
+ASK_TIMEOUT = 1.0
 # Bytes of freed memory kept for the next bodies, and the size of an allocation
 # that is returned at once: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>.
 MALLOC_OPTIONS = ((-1, 64 * 1024 * 1024), (-3, 8 * 1024 * 1024))
@@ -1178,14 +1182,22 @@ class Instance:
     def mark(self, state: State, reason: str | None = None) -> None:
         """Changes the state: one log line per change."""
         if state is not self.state:
-            self.state, self.since = state, time.time()
             self.transitions[state] += 1
             because = f": {reason}" if reason else ""
             logger.info("%s %s is %s%s", self.cycler.role, self, state, because)
+        self.take(state, reason, time.time())
+        self.cycler.marked(self)
+
+    def take(self, state: State, reason: str | None, now: float) -> None:
+        """Changes the state, as it was seen here or told by another worker."""
+        if state is not self.state:
+            self.state, self.since = state, now
             self.cycler.refresh()
         self.reason = reason
         if state is State.DOWN:
             self.resolved = []
+        elif state is State.DRAINING and not self.legs:
+            self.cycler.forget(self)
 
     def count(self, leg: Leg, failure: str) -> None:
         """Counts a request that failed; what probes find is the state."""
@@ -1318,6 +1330,8 @@ class InstanceCycler:
         self.up: list[Instance] = []
         self.turn = 0
         self.session = b""
+        # Told of each verdict on an instance.
+        self.marked: Callable[[Instance], None] = lambda instance: None
 
     def __iter__(self) -> Iterator[Instance]:
         return self
@@ -1330,8 +1344,9 @@ class InstanceCycler:
         return instance
 
     def find(self, address: str) -> Instance | None:
-        """The instance with that address."""
-        return next((i for i in self.instances if i.address == address), None)
+        """The instance with that address; the latest, if one is still draining."""
+        found = (i for i in reversed(self.instances) if i.address == address)
+        return next(found, None)
 
     def add(self, address: str) -> Instance:
         """Takes a new instance in; it is down until it was checked."""
@@ -3510,15 +3525,12 @@ class Proxy:
         x.answer(200, b"ok", "text/plain")
 
     def status(self, x: Exchange) -> None:
-        prefill, decode = self.prefill_cycler.instances, self.decode_cycler.instances
-        report = {
-            "prefill_node_count": len(prefill),
-            "decode_node_count": len(decode),
-            "prefill_nodes": [i.address for i in prefill],
-            "decode_nodes": [i.address for i in decode],
-            "instances": [self.describe(i) for i in (*prefill, *decode)],
-        }
-        x.answer(200, encode_json(report))
+        x.answer(200, encode_json(status_report(self.described())))
+
+    def described(self) -> list[dict[str, Any]]:
+        """All instances as `/status` shows them."""
+        instances = (*self.prefill_cycler.instances, *self.decode_cycler.instances)
+        return [self.describe(instance) for instance in instances]
 
     def metrics(self, x: Exchange) -> None:
         body = render(x.client.service.snapshot())
@@ -3577,10 +3589,24 @@ class Proxy:
         if instance is None:
             raise AdminError(400, "Instance does not exist.")
         instance.mark(State.DRAINING, "removed")
-        if not instance.in_flight:
-            cycler.forget(instance)
         message = f"Removing {address} from {cycler.role}_instances."
         x.answer(200, encode_json({"message": message}))
+
+    def hear(self, key: str, record: Any, engine_key: bytes) -> None:
+        """Takes over what another worker says of an instance; see `Worker`."""
+        role, _, address = key.partition(" ")
+        is_prefill = role == self.prefill_cycler.role
+        cycler = self.prefill_cycler if is_prefill else self.decode_cycler
+        instance = cycler.find(address)
+        if record is not None:
+            state, reason, since, facts = record
+            instance = instance or cycler.add(address)
+            instance.facts = dict(facts)
+            instance.take(State(state), reason, since)
+            if instance.watch is None:
+                self.watch(instance, engine_key)
+        elif instance is not None:
+            instance.take(State.DRAINING, "removed", time.time())
 
     def admin_request(
         self, x: Exchange
@@ -3604,6 +3630,20 @@ class Proxy:
         except ValueError:
             raise AdminError(400, "Invalid instance address.") from None
         return cyclers[kind], address, order
+
+
+def status_report(instances: list[dict[str, Any]]) -> dict[str, object]:
+    """The answer of `/status`, in upstream's shape and with more."""
+    nodes: dict[str, list[str]] = {"prefill": [], "decode": []}
+    for instance in instances:
+        nodes[instance["role"]].append(instance["instance"])
+    return {
+        "prefill_node_count": len(nodes["prefill"]),
+        "decode_node_count": len(nodes["decode"]),
+        "prefill_nodes": nodes["prefill"],
+        "decode_nodes": nodes["decode"],
+        "instances": instances,
+    }
 
 
 def forwarded_body(x: Exchange) -> bytes:
@@ -3680,6 +3720,392 @@ def encode_piece(x: Exchange, piece: bytes) -> bytes:
     return encode_chunk(bytes(memoryview(piece))) if x.head.modern else piece
 
 
+# --- Workers: several processes, one port, one view -----------------------------------
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD)
+
+
+class Link(asyncio.Protocol):
+    """One end of a socket pair: messages in JSON, one a line."""
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self, hear: Callable[[list[Any]], None], lost: Callable[[], None]
+    ) -> None:
+        self.hear = hear
+        self.lost = lost
+        self.partial = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self.partial = (self.partial + data).split(b"\n")
+        for line in lines:
+            self.hear(decode_any(line))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost()
+
+    def tell(self, *message: object) -> None:
+        """Sends a message."""
+        self.transport.write(encode_json(message) + b"\n")
+
+
+class Worker:
+    """One of several processes that serve a port, and what ties it to the others.
+
+    The board is what all know: by role and address of an instance its state,
+    reason, time and facts, and what another kind of proxy adds. Who sees a change
+    tells the supervisor, which passes it on to all, the sender too, in one order.
+    So everywhere the last word counts; and as each worker goes on probing, a wrong
+    one counts for one probe interval. Nothing is told per request.
+
+    Args:
+        index: its number, from 0.
+        first: whether no worker has served yet.
+        board: what was known when this process was made; None is nothing.
+        channel: leads to the supervisor.
+        listening: the sockets it serves.
+
+    """
+
+    def __init__(
+        self,
+        index: int,
+        first: bool,
+        board: dict[str, Any],
+        channel: socket.socket,
+        listening: list[socket.socket],
+    ) -> None:
+        self.index = index
+        self.first = first
+        self.board = board
+        self.channel = channel
+        self.listening = listening
+        # Who has asked, and the answers by the numbers of the workers.
+        self.questions: dict[int, tuple[Exchange, dict[int, Any]]] = {}
+
+    async def join(self, service: Service, stop: asyncio.Future[None]) -> None:
+        """Takes over the board; from now on it hears and is heard."""
+        self.service = service
+        self.stop = stop
+        _, self.link = await service.loop.create_unix_connection(
+            lambda: Link(self.hear, lambda: os._exit(1)), sock=self.channel
+        )
+        proxy = service.proxy
+        proxy.routes["/status"] = {b"GET": self.status}
+        proxy.routes["/metrics"] = {b"GET": self.metrics}
+        for cycler in (proxy.prefill_cycler, proxy.decode_cycler):
+            cycler.turn = self.index
+            cycler.marked = self.publish
+            for instance in list(cycler.instances):
+                if not self.first and f"{cycler.role} {instance}" not in self.board:
+                    cycler.forget(instance)
+        for key, value in list(self.board.items()):
+            self.hear(["set", key, value])
+
+    def publish(self, instance: Instance) -> None:
+        """Tells the others of a verdict, where it is a change."""
+        key = f"{instance.cycler.role} {instance}"
+        told = self.board.get(key)
+        if instance.state is State.DRAINING:
+            self.say(key, None)
+        elif told is None or (told[0], told[3]) != (instance.state, instance.facts):
+            state, reason, since = instance.state, instance.reason, instance.since
+            self.say(key, [state, reason, since, dict(instance.facts)])
+
+    def say(self, key: str, value: Any) -> None:
+        """Puts something up for all workers; None takes it off."""
+        if self.board.get(key) != value:
+            put_up(self.board, key, value)
+            self.link.tell("set", key, value)
+
+    def hear(self, message: list[Any]) -> None:
+        """Called with what the supervisor passes on."""
+        try:
+            match message:
+                case ["set", key, value]:
+                    put_up(self.board, key, value)
+                    self.service.proxy.hear(key, value, self.service.engine_key)
+                case ["ask", number, subject, *sender]:
+                    self.link.tell("answer", number, self.answer(subject), *sender)
+                case ["answer", number, answer, asked, index]:
+                    self.note(number, answer, asked, index)
+                case ["stop"]:
+                    self.stop.set_result(None)
+        except Exception as err:
+            logger.error("internal error", exc_info=err)
+
+    def answer(self, subject: str) -> Any:
+        """What this worker says of itself."""
+        if subject == "status":
+            return self.service.proxy.described()
+        return self.service.snapshot()
+
+    def note(self, number: int, answer: Any, asked: int, index: int) -> None:
+        """Takes an answer; the last of those who were asked ends the wait."""
+        if number in self.questions:
+            x, answers = self.questions[number]
+            answers[index] = answer
+            if len(answers) == asked:
+                x.resume()
+
+    def ask(self, x: Exchange, subject: str) -> Generator[None, None, list[Any]]:
+        """What all workers say, in the order of their numbers."""
+        number = random.getrandbits(48)
+        _, answers = self.questions[number] = (x, {})
+        self.link.tell("ask", number, subject)
+        timer = x.loop.call_later(ASK_TIMEOUT, x.resume)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            del self.questions[number]
+        return [answer for _, answer in sorted(answers.items())]
+
+    def status(self, x: Exchange) -> Steps:
+        """`/status`, the same whichever worker answers."""
+        described = yield from self.ask(x, "status")
+        x.answer(200, encode_json(status_report(merged(described))))
+
+    def metrics(self, x: Exchange) -> Steps:
+        """`/metrics`, the sum of all workers."""
+        snapshots = yield from self.ask(x, "metrics")
+        x.answer(200, render(add_up(snapshots)), CONTENT_TYPE_LATEST)
+
+
+def put_up(board: dict[str, Any], key: str, value: Any) -> None:
+    """Sets what a board says; None takes it off."""
+    if value is None:
+        board.pop(key, None)
+    else:
+        board[key] = value
+
+
+def merged(described: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Instances as the first worker sees them, with the counts of all."""
+    instances: dict[tuple[str, str, bool], dict[str, Any]] = {}
+    for one in (one for worker in described for one in worker):
+        key = one["role"], one["instance"], one["state"] == State.DRAINING
+        known = instances.setdefault(key, one)
+        if known is not one:
+            known["in_flight"] += one["in_flight"]
+            known["failures"] = Counter(known["failures"]) + Counter(one["failures"])
+    return list(instances.values())
+
+
+class Slot:
+    """The place of one worker: what it listens on outlives its process."""
+
+    # To its present process, if there is one: `pid` is not 0.
+    link: Link
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.pid = 0
+        # When its last process was made, and whether that has come to serve.
+        self.started = 0.0
+        self.serves = False
+        self.listening: list[socket.socket] = []
+        # The supervisor's end of its link.
+        self.channel: list[socket.socket] = []
+
+
+class Supervisor:
+    """Runs the workers of a server, in a process that itself serves nobody.
+
+    It forks, so that policies and callables of the Python API need not be sent
+    anywhere, and only while its event loop stands still. It keeps the listening
+    sockets: who waits for a worker that dies is served by its successor. A worker
+    that dies before it serves loses them, so that nobody waits for what may never
+    come.
+
+    Args:
+        server: what each worker runs.
+        count: how many.
+
+    Raises:
+        SystemExit: the port is taken.
+
+    """
+
+    def __init__(self, server: "Server", count: int) -> None:
+        self.server = server
+        self.loop = asyncio.SelectorEventLoop()
+        self.stop = self.loop.create_future()
+        self.stop.add_done_callback(self.end)
+        self.board: dict[str, Any] = {}
+        # Bound without SO_REUSEPORT, which fails where anybody listens; then these
+        # suffer none but workers beside them: a second copy is refused (B48).
+        self.keeper = asyncio.run(bind(server, reuse_port=False))
+        for sock in self.keeper:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.port = self.keeper[0].getsockname()[1]
+        self.slots = [Slot(index) for index in range(count)]
+        # Those that have never served.
+        self.missing = set(self.slots)
+        self.failed = False
+        # Whose turn it is to start; None to look whether all is over.
+        self.turns: asyncio.Queue[Slot | None] = asyncio.Queue()
+
+    def run(self) -> None:
+        """Returns when all have ended, after SIGTERM or SIGINT.
+
+        Raises:
+            SystemExit: the first worker, which looks at the instances, has ended.
+
+        """
+        handler = stopper(self.stop, self.server.args.drain_timeout)
+        for number in STOP_SIGNALS:
+            self.loop.add_signal_handler(number, handler)
+        self.loop.add_signal_handler(signal.SIGCHLD, self.reap)
+        self.turns.put_nowait(self.slots[0])
+        while not self.stop.done() or any(slot.pid for slot in self.slots):
+            slot = self.loop.run_until_complete(self.turns.get())
+            if slot is None or self.stop.done():
+                continue
+            try:
+                self.start(slot)
+            except OSError as err:
+                logger.error("worker %d cannot be made: %s", slot.index, err)
+                self.start_later(slot)
+        self.loop.close()
+        if self.failed:
+            raise SystemExit(1)
+
+    def start(self, slot: Slot) -> None:
+        """Makes the process of a worker."""
+        slot.started, slot.serves = self.loop.time(), False
+        slot.listening = slot.listening or asyncio.run(bind(self.server, True))
+        ours, theirs = socket.socketpair()
+        link = Link(functools.partial(self.hear, slot), lambda: None)
+        connecting = self.loop.create_unix_connection(lambda: link, sock=ours)
+        self.loop.run_until_complete(connecting)
+        slot.link, slot.channel = link, [ours]
+        # No signal may find the new process with what belongs to this one.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
+        try:
+            slot.pid = os.fork()
+            if slot.pid == 0:
+                self.work(slot, theirs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+            theirs.close()
+
+    def work(self, slot: Slot, channel: socket.socket) -> NoReturn:
+        """Serves as a worker, in the new process, which stops at a word only."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+            close_all(self.keeper)
+            for each in self.slots:
+                close_all(each.channel)
+                close_all(each.listening if each is not slot else ())
+            first = self.slots[0] in self.missing
+            worker = Worker(slot.index, first, self.board, channel, slot.listening)
+            uvloop.run(self.server.serve(worker))
+            status = 0
+        except SystemExit as err:
+            print(err, file=sys.stderr)
+        except BaseException as err:
+            logger.critical("worker %d failed", slot.index, exc_info=err)
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+    def reap(self) -> None:
+        """Looks which workers have ended."""
+        for slot in self.slots:
+            if slot.pid:
+                pid, status = os.waitpid(slot.pid, os.WNOHANG)
+                if pid:
+                    self.ended(slot, os.waitstatus_to_exitcode(status))
+
+    def ended(self, slot: Slot, status: int) -> None:
+        """A worker has ended: another takes its place, but not at the start."""
+        slot.link.transport.abort()
+        slot.pid = 0
+        if not slot.serves:
+            close_all(slot.listening)
+            slot.listening = []
+        if self.stop.done():
+            self.turns.put_nowait(None)
+        elif self.slots[0] in self.missing:
+            self.failed = True
+            self.stop.set_result(None)
+        else:
+            logger.error("worker %d has ended with status %d", slot.index, status)
+            self.start_later(slot)
+
+    def start_later(self, slot: Slot) -> None:
+        """Has a worker started as soon as it may be."""
+        due = slot.started + RESTART_INTERVAL
+        self.loop.call_at(due, self.turns.put_nowait, slot)
+
+    def hear(self, slot: Slot, message: list[Any]) -> None:
+        """Called with what a worker says."""
+        match message:
+            case ["set", key, value]:
+                put_up(self.board, key, value)
+                self.tell_all(*message)
+            case ["ask", number, subject]:
+                asked = sum(each.pid > 0 for each in self.slots)
+                self.tell_all("ask", number, subject, slot.index, asked)
+            case ["answer", number, answer, asker, asked]:
+                link = self.slots[asker].link
+                link.tell("answer", number, answer, asked, slot.index)
+            case ["ready"]:
+                self.ready(slot)
+
+    def ready(self, slot: Slot) -> None:
+        """A worker serves: after the first the others may start."""
+        slot.serves = True
+        if slot in self.missing:
+            self.missing.remove(slot)
+            if not self.missing:
+                self.server.announce(slot.listening[0])
+            elif slot is self.slots[0]:
+                for other in self.slots[1:]:
+                    self.turns.put_nowait(other)
+
+    def tell_all(self, *message: object) -> None:
+        """Passes a message on to all workers."""
+        for slot in self.slots:
+            if slot.pid:
+                slot.link.tell(*message)
+
+    def end(self, stop: asyncio.Future[None]) -> None:
+        """Has the workers finish what they are at."""
+        close_all(self.keeper)
+        for slot in self.slots:
+            close_all(slot.listening)
+        self.tell_all("stop")
+        self.turns.put_nowait(None)
+
+
+async def bind(server: "Server", reuse_port: bool) -> list[socket.socket]:
+    """The sockets of a server's address; raises SystemExit if the port is taken."""
+    host, port = server.args.host, server.port
+    where = {"host": host, "port": port, "reuse_port": reuse_port}
+    listener = await server.bind(asyncio.Protocol, **where)
+    sockets = [sock.dup() for sock in listener.sockets]
+    listener.close()
+    return sockets
+
+
+def close_all(sockets: Iterable[socket.socket]) -> None:
+    for sock in sockets:
+        sock.close()
+
+
 # --- Server and command line ----------------------------------------------------------
 
 
@@ -3696,6 +4122,8 @@ class Server:
         self.proxy_instance = proxy
         self.args = args
         self.port: int = args.port
+        # Which of several processes this is, if there are several.
+        self.worker: Worker | None = None
 
     def run_server(self) -> None:
         """Serves; returns after SIGTERM or SIGINT.
@@ -3704,33 +4132,40 @@ class Server:
             SystemExit: the port is taken, or `prepare` refuses to start.
 
         """
-        uvloop.run(self.serve())
+        workers = self.args.workers or len(os.sched_getaffinity(0))
+        if workers > 1:
+            Supervisor(self, workers).run()
+        else:
+            uvloop.run(self.serve())
 
-    async def serve(self) -> None:
-        """The same, in a running loop."""
+    async def serve(self, worker: Worker | None = None) -> None:
+        """The same in a running loop, as the only process or as one of several."""
+        self.worker = worker
         raise_descriptor_limit()
         keep_freed_memory()
         loop, args = asyncio.get_running_loop(), self.args
         service = Service(self.proxy_instance, args)
         stop = loop.create_future()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopper(stop))
-        server = await self.listen(service)
+        if worker is not None:
+            await worker.join(service, stop)
+        else:
+            for number in STOP_SIGNALS:
+                loop.add_signal_handler(number, stopper(stop, args.drain_timeout))
+        servers = await self.listen(service)
         service.tick()
         await self.prepare(service)
-        await server.start_serving()
-        host, port = server.sockets[0].getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        how = " with TLS" if args.ssl_certfile else ""
-        logger.info("listening on %s:%d%s", host, port, how)
-        if service.engine_key and not service.client_keys and beyond_loopback(server):
-            logger.warning(
-                "anybody who reaches this port uses OPENAI_API_KEY: "
-                "--api-key would demand a key of clients too"
-            )
+        for server in servers:
+            await server.start_serving()
+        if worker is not None:
+            worker.link.tell("ready")
+        else:
+            self.announce(servers[0].sockets[0])
+        first = worker is None or worker.first
+        if first and service.engine_key and not service.client_keys:
+            warn_beyond_loopback(servers)
         await stop
-        logger.info("stopping: running answers may take %g s", args.drain_timeout)
-        server.close()
+        for server in servers:
+            server.close()
         await service.drain(args.drain_timeout)
         self.finish()
         for cycler in (service.proxy.prefill_cycler, service.proxy.decode_cycler):
@@ -3743,22 +4178,37 @@ class Server:
     def finish(self) -> None:
         """What comes after the last client."""
 
-    async def listen(self, service: Service) -> asyncio.Server:
-        """Binds the port, before anything else can go wrong."""
+    def announce(self, sock: Any) -> None:
+        """Says where clients are served."""
+        host, port = sock.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        how = " with TLS" if self.args.ssl_certfile else ""
+        logger.info("listening on %s:%d%s", host, port, how)
+
+    async def listen(self, service: Service) -> list[asyncio.Server]:
+        """Binds the port, before anything else can go wrong; or takes it over."""
+        factory = functools.partial(ClientConnection, service)
+        if self.worker is None:
+            return [await self.bind(factory, host=self.args.host, port=self.port)]
+        return [await self.bind(factory, sock=sock) for sock in self.worker.listening]
+
+    async def bind(
+        self, factory: Callable[[], asyncio.Protocol], **where: Any
+    ) -> asyncio.Server:
+        """A server that does not listen yet; raises SystemExit if the port is taken."""
         loop, tls = asyncio.get_running_loop(), tls_context(self.args)
         try:
             return await loop.create_server(
-                lambda: ClientConnection(service),
-                self.args.host,
-                self.port,
+                factory,
                 backlog=LISTEN_BACKLOG,
                 start_serving=False,
                 ssl=tls,
                 ssl_handshake_timeout=HANDSHAKE_TIMEOUT if tls else None,
+                **where,
             )
         except OSError as err:
-            where = f"{self.args.host}:{self.port}"
-            raise SystemExit(f"Cannot listen on {where}: {err.strerror}") from None
+            address = f"{self.args.host}:{self.port}"
+            raise SystemExit(f"Cannot listen on {address}: {err.strerror}") from None
 
 
 class ProxyServer(Server):
@@ -3817,7 +4267,9 @@ class ProxyServer(Server):
     async def prepare(self, service: Service) -> None:
         """Looks at each instance once; those that are not there may come later."""
         proxy = service.proxy
-        instances = (*proxy.prefill_cycler.instances, *proxy.decode_cycler.instances)
+        known = (*proxy.prefill_cycler.instances, *proxy.decode_cycler.instances)
+        # Of several workers only the first finds any that nobody watches.
+        instances = [instance for instance in known if instance.watch is None]
         watches = [proxy.watch(i, service.engine_key) for i in instances]
         checks = await asyncio.gather(*(watch.first for watch in watches))
         for instance, check in zip(instances, checks):
@@ -3884,18 +4336,23 @@ def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
     return context
 
 
-def beyond_loopback(server: asyncio.Server) -> bool:
-    """Whether other machines may reach a server."""
-    hosts = [sock.getsockname()[0] for sock in server.sockets]
-    return not all(ipaddress.ip_address(host).is_loopback for host in hosts)
+def warn_beyond_loopback(servers: list[asyncio.Server]) -> None:
+    """To be called where clients need no key and engines have one."""
+    hosts = [sock.getsockname()[0] for server in servers for sock in server.sockets]
+    if not all(ipaddress.ip_address(host).is_loopback for host in hosts):
+        logger.warning(
+            "anybody who reaches this port uses OPENAI_API_KEY: "
+            "--api-key would demand a key of clients too"
+        )
 
 
-def stopper(stop: asyncio.Future[None]) -> Callable[[], None]:
+def stopper(stop: asyncio.Future[None], seconds: float) -> Callable[[], None]:
     """A signal handler: the first signal ends in order, the second at once."""
 
     def handle() -> None:
         if stop.done():
             os._exit(1)
+        logger.info("stopping: running answers may take %g s", seconds)
         stop.set_result(None)
 
     return handle
@@ -3978,6 +4435,13 @@ def add_server_flags(parser: argparse.ArgumentParser, host: str, port: int) -> N
     parser.add_argument("--host", default=host, help="address to listen on")
     parser.add_argument("--port", type=int, default=port, help="port to listen on")
     parser.add_argument(
+        "--workers",
+        type=number_of_workers,
+        default=1,
+        metavar="N",
+        help="processes that share the port; 0 for one per core",
+    )
+    parser.add_argument(
         "--max-body-size",
         type=int,
         default=MAX_BODY_BYTES,
@@ -4038,6 +4502,14 @@ def add_server_flags(parser: argparse.ArgumentParser, host: str, port: int) -> N
         default="info",
         help="what is logged",
     )
+
+
+def number_of_workers(text: str) -> int:
+    """Raises ValueError, which argparse reports in its way."""
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
 
 
 DEFAULTS = vars(argument_parser().parse_args(["--model", ""]))

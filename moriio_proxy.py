@@ -31,7 +31,8 @@ import math
 import random
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
@@ -75,6 +76,8 @@ logger = logging.getLogger("moriio_proxy")
 
 # Seconds without a ping after which an instance leaves: five of vLLM's intervals.
 PING_EXPIRY = 15.0
+# How often in that time silence is looked for.
+LOOKS = 30
 # Bytes of a frame; registrations have 200. libzmq drops the sender of a longer one.
 MAX_FRAME_BYTES = 256 * 1024
 # Messages of one sender that may wait, and that are taken before HTTP has its turn.
@@ -113,11 +116,11 @@ class Registration(TypedDict):
 
 
 class Engine(NamedTuple):
-    """An instance that has registered, and the end of the wait for its next ping."""
+    """An instance that has registered, and when it was last heard."""
 
     instance: Instance
     told: Registration
-    expiry: asyncio.TimerHandle
+    heard: float
 
 
 def bracketed(host: str, port: str) -> str:
@@ -285,14 +288,21 @@ class MoRIIOProxy(Proxy):
         # By `host:port`.
         self.engines: dict[str, Engine] = {}
         self.requests = 0
+        # Tells the other workers, if there are any; see `Worker.say`.
+        self.say: Callable[[str, Any], None] = lambda key, value: None
         del self.routes["/instances/add"], self.routes["/instances/remove"]
         for path in ("/start_profile", "/stop_profile"):
             self.routes[path] = {b"POST": self.profile}
 
     # Instances.
 
-    def register(self, told: Registration, key: bytes) -> None:
+    def register(self, told: Registration, key: bytes, here: bool = True) -> None:
         """Takes in a new engine, a change of a known one, or a sign of life.
+
+        Args:
+            told: what it says.
+            key: for its probes.
+            here: False when another worker has heard it.
 
         Raises:
             ValueError: the engine is refused; if it was known, it is out.
@@ -306,49 +316,61 @@ class MoRIIOProxy(Proxy):
         others = (engine.told["transfer_mode"] for engine in self.engines.values())
         in_use = next(others, mode)
         if known is not None:
-            known.expiry.cancel()
-            if known.told != told:
+            if known.told != told and here:
                 logger.info("%s registers anew: %s", instance, told)
             if known.instance.cycler is not cycler or mode != in_use:
-                self.retire(known.instance, "it has changed its role or mode")
+                self.say(f"engine {address}", None)
+                why = "it has changed its role or mode"
+                known.instance.mark(State.DRAINING, why)
                 known = None
         if mode != in_use:
             raise ValueError(f"{address} has transfer_mode {mode}, others {in_use}")
+        if known is None and len(self.engines) >= MAX_INSTANCES:
+            raise ValueError(f"{address}: there are {MAX_INSTANCES} others")
+        self.say(f"engine {address}", told)
         if known is None:
-            self.join(instance, key)
+            self.join(instance, key, here)
         else:
             instance = known.instance
             if instance.state is State.DOWN:
                 instance.suspect()
-        expiry = asyncio.get_running_loop().call_later(
-            PING_EXPIRY, self.expire, address
-        )
-        self.engines[address] = Engine(instance, told, expiry)
+        heard = asyncio.get_running_loop().time()
+        self.engines[address] = Engine(instance, told, heard)
 
-    def join(self, instance: Instance, key: bytes) -> None:
+    def join(self, instance: Instance, key: bytes, here: bool) -> None:
         """A new instance is up, as it has just been heard of; then it is probed."""
-        if len(self.engines) >= MAX_INSTANCES:
-            raise ValueError(f"{instance}: there are {MAX_INSTANCES} others")
         instance.cycler.instances.append(instance)
-        instance.mark(State.UP)
+        if here:
+            instance.mark(State.UP)
+        else:
+            instance.take(State.UP, None, time.time())
         self.watch(instance, key)
 
-    def expire(self, address: str) -> None:
-        """An engine has been silent for too long."""
-        engine = self.engines.pop(address)
-        self.retire(engine.instance, f"no ping for {PING_EXPIRY:g} s")
+    def expire(self, now: float) -> None:
+        """Engines that have been silent for too long leave."""
+        silent = [a for a, e in self.engines.items() if e.heard + PING_EXPIRY <= now]
+        for address in silent:
+            engine = self.engines.pop(address)
+            self.say(f"engine {address}", None)
+            engine.instance.mark(State.DRAINING, f"no ping for {PING_EXPIRY:g} s")
 
-    def retire(self, instance: Instance, reason: str) -> None:
-        """No new requests for an instance; running ones may finish."""
-        instance.mark(State.DRAINING, reason)
-        if not instance.in_flight:
-            instance.cycler.forget(instance)
+    def hear(self, key: str, record: Any, engine_key: bytes) -> None:
+        """Takes over what another worker says; who is in, registrations decide."""
+        role, _, address = key.partition(" ")
+        engine = self.engines.get(address)
+        if role == "engine" and record is not None:
+            self.register(record, engine_key, here=False)
+        elif role == "engine" and engine is not None:
+            del self.engines[address]
+            engine.instance.take(State.DRAINING, None, time.time())
+        elif record is not None and engine and engine.instance.cycler.role == role:
+            super().hear(key, record, engine_key)
 
     def describe(self, instance: Instance) -> dict[str, object]:
         engine = self.engines.get(instance.address)
         if engine is None or engine.instance is not instance:
             return super().describe(instance)
-        silent = PING_EXPIRY - engine.expiry.when() + asyncio.get_running_loop().time()
+        silent = asyncio.get_running_loop().time() - engine.heard
         own = {**engine.told, "last_ping_age": round(silent, 3)}
         return super().describe(instance) | own
 
@@ -430,6 +452,7 @@ class Discovery:
         logger.info("engines register at %s", endpoint)
         self.loop.add_reader(self.socket.fileno(), self.receive)
         self.receive()
+        self.look()
 
     def receive(self) -> None:
         """Takes all messages there are: the descriptor tells only of the first."""
@@ -440,6 +463,11 @@ class Discovery:
                 return  # Nothing is left; or it was closed after a full batch.
             self.take(frames[1:])
         self.loop.call_soon(self.receive)
+
+    def look(self) -> None:
+        """Looks for silent engines, from time to time."""
+        self.loop.call_later(PING_EXPIRY / LOOKS, self.look)
+        self.proxy.expire(self.loop.time())
 
     def take(self, frames: list[bytes]) -> None:
         """One message, without its sender's identity."""
@@ -474,15 +502,23 @@ class Discovery:
 class MoRIIOServer(Server):
     """Serves a proxy, and hears its engines; see `Server`."""
 
+    # Of several workers the first hears the engines.
+    discovery: Discovery | None = None
+
     async def prepare(self, service: Service) -> None:
-        args, proxy = self.args, service.proxy
+        args, proxy, worker = self.args, service.proxy, self.worker
         assert isinstance(proxy, MoRIIOProxy)
-        self.discovery = Discovery(
-            proxy, service.engine_key, args.host, args.service_discovery_port
-        )
+        if worker is not None:
+            proxy.requests = worker.index
+            proxy.say = worker.say
+        if worker is None or worker.index == 0:
+            self.discovery = Discovery(
+                proxy, service.engine_key, args.host, args.service_discovery_port
+            )
 
     def finish(self) -> None:
-        self.discovery.close()
+        if self.discovery is not None:
+            self.discovery.close()
 
 
 def argument_parser() -> argparse.ArgumentParser:
