@@ -75,6 +75,8 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     # Structured output would build a C++ kernel on first use: 25 s and a compiler.
     "TORCHDYNAMO_DISABLE": "1",
+    # Responses can be had again, and gone on from.
+    "VLLM_ENABLE_RESPONSES_API_STORE": "1",
     # What vLLM sets itself where NIXL was not imported before it.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
 }
@@ -332,6 +334,8 @@ class Fleet:
     prefill: list[Engine]
     decode: list[Engine]
     proxy: ProxyProcess
+    # The proxy's.
+    arguments: list[str]
     # Of the recipe, if it was started by one.
     name: str = ""
 
@@ -400,7 +404,7 @@ def fleet(
                 argv += [flag, *(engine.instance for engine in engines)]
         with ProxyProcess(argv, env={"ADMIN_API_KEY": ADMIN_KEY}) as proxy:
             proxy.wait_all_up()
-            yield Fleet(plain, prefill, decode, proxy)
+            yield Fleet(plain, prefill, decode, proxy, argv)
     finally:
         for engine in prefill + decode:
             engine.stop()

@@ -17,6 +17,8 @@ from typing import Any
 from e2e.engines import MODEL, request
 from rig import CHAT, COMPLETIONS, JSON, End, Response
 
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+
 # How many requests are asked at once.
 REQUESTS = 60
 
@@ -68,6 +70,28 @@ CHAT_OPTIONS: list[JSON] = [
     {"temperature": 1, "seed": 8, "stream": True},
     {"add_generation_prompt": False},
 ]
+FUNCTION = {"type": "function", "name": "weather", "parameters": TOWN}
+TOOL = {"name": "weather", "input_schema": TOWN}
+# Added to a request for a response.
+RESPONSE_OPTIONS: list[JSON] = [
+    {},
+    {"stream": True},
+    {"instructions": "Be brief. " * 5},
+    {"tools": [FUNCTION], "stream": True},
+    {"tools": [FUNCTION], "tool_choice": "required", "max_output_tokens": 80},
+    {"max_output_tokens": 1},
+    {"top_logprobs": 2, "include": ["message.output_text.logprobs"]},
+]
+# Added to a request for a message.
+MESSAGE_OPTIONS: list[JSON] = [
+    {},
+    {"stream": True},
+    {"system": "Be brief. " * 5},
+    {"stop_sequences": ["e", "a"]},
+    {"tools": [TOOL], "stream": True},
+    {"tools": [TOOL], "tool_choice": {"type": "any"}, "max_tokens": 80},
+    {"max_tokens": 1},
+]
 # No hand-over of one prompt and one sequence fits these.
 SAMPLED_TWICE = {"n": 2, "temperature": 1, "seed": 9}
 
@@ -102,6 +126,31 @@ def chat(content: str, options: JSON, two_legs: bool = True) -> Question:
     if "max_completion_tokens" not in options:
         body["max_tokens"] = 16
     return Question(CHAT, body | options, two_legs)
+
+
+def response(content: str, options: JSON) -> Question:
+    """A response of OpenAI's newer endpoint."""
+    body = {"model": MODEL, "input": content, "max_output_tokens": 16, "temperature": 0}
+    return Question(RESPONSES, body | options)
+
+
+def message(content: str, options: JSON) -> Question:
+    """A message of Anthropic's endpoint."""
+    said = [{"role": "user", "content": content}]
+    body = {"model": MODEL, "messages": said, "max_tokens": 16, "temperature": 0}
+    return Question(MESSAGES, body | options)
+
+
+def newer(salt: str) -> list[Question]:
+    """Responses and messages of every kind, in several lengths."""
+    kinds: list[tuple[Callable[[str, JSON], Question], JSON]]
+    kinds = [(response, options) for options in RESPONSE_OPTIONS]
+    kinds += [(message, options) for options in MESSAGE_OPTIONS]
+    return [
+        kind(text(f"{number} {words} {salt}", words), options)
+        for words in LENGTHS[1::2]
+        for number, (kind, options) in enumerate(kinds)
+    ]
 
 
 def bypassed(salt: str) -> list[Question]:
@@ -184,7 +233,8 @@ def facts(response: Response) -> JSON:
 
     Returns:
         `status`, `type`, and of a success `choices` (index to its text, tool calls,
-        tokens and reasons) and `usage` (three token counts, None if not told).
+        tokens and reasons) and `usage` (three token counts, None if not told). Of a
+        response or a message `events`.
 
     """
     assert response.end is End.COMPLETE, response
@@ -192,6 +242,8 @@ def facts(response: Response) -> JSON:
     if response.status != 200:
         return common | {"body": response.json()}
     pieces = list(_pieces(response))
+    if not pieces or "choices" not in pieces[0]:
+        return common | {"events": _events(pieces)}
     return common | {"choices": _choices(pieces), "usage": _usage(pieces)}
 
 
@@ -200,9 +252,40 @@ def _pieces(response: Response) -> Iterator[JSON]:
     if response.header("content-type") == "application/json":
         yield response.json()
         return
-    *events, done = response.events()
-    assert done == "[DONE]"
-    yield from map(json.loads, events)
+    for event in response.events():
+        name, _, data = event.rpartition("data: ")
+        if data == "[DONE]":
+            return
+        yield json.loads(data)
+    # Only events with names tell their end by themselves.
+    assert name.startswith("event: "), event
+
+
+# What a newer endpoint has of its own in each answer, or of its prefix cache.
+OWN = {"id", "item_id", "call_id", "created_at", "sequence_number"}
+OWN |= {"input_tokens_details"}
+
+
+def _events(pieces: Iterable[JSON]) -> list[Any]:
+    """The objects without what is an engine's own; texts in pieces are joined."""
+    events: list[Any] = []
+    for piece in map(_without_own, pieces):
+        delta = piece.get("delta")
+        if isinstance(delta, dict):
+            delta = delta.get("text", delta.get("partial_json"))
+        if delta is None:
+            events.append(piece)
+        elif events and isinstance(events[-1], list) and events[-1][0] == piece["type"]:
+            events[-1][1] += delta
+        else:
+            events.append([piece["type"], delta])
+    return events
+
+
+def _without_own(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_own(v) for name, v in value.items() if name not in OWN}
+    return [_without_own(each) for each in value] if isinstance(value, list) else value
 
 
 def _choices(pieces: Iterable[JSON]) -> dict[int, JSON]:
