@@ -3726,6 +3726,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD)
 
 
+def stopper(stop: asyncio.Future[None], seconds: float) -> Callable[[], None]:
+    """A signal handler: the first signal ends in order, the second at once."""
+
+    def handle() -> None:
+        if stop.done():
+            os._exit(1)
+        logger.info("stopping: running answers may take %g s", seconds)
+        stop.set_result(None)
+
+    return handle
+
+
 class Link(asyncio.Protocol):
     """One end of a socket pair: messages in JSON, one a line."""
 
@@ -4344,18 +4356,6 @@ def warn_beyond_loopback(servers: list[asyncio.Server]) -> None:
             "anybody who reaches this port uses OPENAI_API_KEY: "
             "--api-key would demand a key of clients too"
         )
-
-
-def stopper(stop: asyncio.Future[None], seconds: float) -> Callable[[], None]:
-    """A signal handler: the first signal ends in order, the second at once."""
-
-    def handle() -> None:
-        if stop.done():
-            os._exit(1)
-        logger.info("stopping: running answers may take %g s", seconds)
-        stop.set_result(None)
-
-    return handle
 
 
 def raise_descriptor_limit() -> None:
