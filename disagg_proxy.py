@@ -71,6 +71,7 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
+from datetime import UTC, datetime
 from email.utils import formatdate
 from hashlib import blake2b
 from itertools import accumulate
@@ -4118,6 +4119,58 @@ def close_all(sockets: Iterable[socket.socket]) -> None:
         sock.close()
 
 
+# --- Logs -----------------------------------------------------------------------------
+
+# Control characters, C0 and C1: whoever could write them could forge lines.
+ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+# What every log record has; the rest came with `extra`.
+RECORD_MEMBERS = vars(logging.makeLogRecord({})).keys() | words("message asctime")
+
+
+class TextFormatter(logging.Formatter):
+    """One line for each record; the lines of a traceback are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(ESCAPED)
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        return "\n".join("    " + line.translate(ESCAPED) for line in lines)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object for each record: its time in UTC, and all that came with it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC)
+        line = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "message": record.getMessage(),
+        }
+        line |= {k: v for k, v in vars(record).items() if k not in RECORD_MEMBERS}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        # In ASCII, where JSON escapes all of ESCAPED but one.
+        return json.dumps(line, default=str).replace("\x7f", "\\u007f")
+
+
+def configure_logging(level: str, form: str) -> None:
+    """Has everything from `level` on logged to standard error.
+
+    Args:
+        level: as for `--log-level`.
+        form: as for `--log-format`.
+
+    """
+    handler = logging.StreamHandler()
+    text = TextFormatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    # It would warn of every write to a client that is leaving.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+
+
 # --- Server and command line ----------------------------------------------------------
 
 
@@ -4502,6 +4555,12 @@ def add_server_flags(parser: argparse.ArgumentParser, host: str, port: int) -> N
         default="info",
         help="what is logged",
     )
+    parser.add_argument(
+        "--log-format",
+        choices=["json", "text"],
+        default="text",
+        help="how: lines for people, or one JSON object a line",
+    )
 
 
 def number_of_workers(text: str) -> int:
@@ -4519,17 +4578,9 @@ def parse_args() -> argparse.Namespace:
     return argument_parser().parse_args()
 
 
-def configure_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
-
-
 def main() -> None:
     args = parse_args()
-    configure_logging(args.log_level)
+    configure_logging(args.log_level, args.log_format)
     try:
         server = ProxyServer(args)
     except ValueError as err:

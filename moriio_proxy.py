@@ -539,7 +539,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = argument_parser().parse_args()
-    configure_logging(args.log_level)
+    configure_logging(args.log_level, args.log_format)
     proxy = MoRIIOProxy(args.retries, args.allow_engine_control)
     MoRIIOServer(proxy, args).run_server()
 

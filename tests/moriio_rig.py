@@ -61,7 +61,7 @@ class Proxy(ProxyProcess):
         ports = ["--host", "127.0.0.1", "--service-discovery-port", str(discovery)]
         super().__init__([*ports, *argv], script, limits=limits, trust=trust)
         line = self.wait_log(_REGISTER_AT)
-        self.discovery = int(line.rpartition(":")[2])
+        self.discovery = int(line.rpartition(":")[2].strip('"}'))
 
     def instances(self) -> dict[str, JSON]:
         """What /status says of each instance, by address; fails if one is twice."""

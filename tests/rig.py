@@ -1072,7 +1072,9 @@ class ProxyProcess:
         except BaseException:
             self.kill()
             raise
-        host, _, port = line.partition(_LISTENING)[2].split()[0].rpartition(":")
+        # It may be a line of JSON.
+        where = line.partition(_LISTENING)[2].split()[0].strip('"}')
+        host, _, port = where.rpartition(":")
         self.address = (host.strip("[]"), int(port))
 
     def wait_log(self, text: str) -> str:
