@@ -60,7 +60,7 @@ import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
@@ -75,6 +75,7 @@ from datetime import UTC, datetime
 from email.utils import formatdate
 from hashlib import blake2b
 from itertools import accumulate
+from operator import sub
 from time import monotonic
 from typing import Any, NamedTuple, NoReturn, cast
 from urllib.parse import unquote_to_bytes
@@ -339,6 +340,50 @@ def keeps_alive(owned: dict[bytes, bytes], modern: bool) -> bool:
     return b"close" not in named and (modern or b"keep-alive" in named)
 
 
+# The paths that metrics tell apart: the proxy's own and vLLM's for clients.
+KNOWN_PATHS = frozenset(
+    {
+        "/classify",
+        "/detokenize",
+        "/health",
+        "/inference/v1/generate",
+        "/instances/add",
+        "/instances/remove",
+        "/invocations",
+        "/load",
+        "/metrics",
+        "/ping",
+        "/pooling",
+        "/rerank",
+        "/score",
+        "/start_profile",
+        "/status",
+        "/stop_profile",
+        "/tokenize",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/models",
+        "/v1/rerank",
+        "/v1/responses",
+        "/v1/score",
+        "/v2/embed",
+        "/v2/rerank",
+        "/version",
+    }
+)
+
+
+def known_path(target: bytes) -> str:
+    """The path of a target if it is known, else "other"."""
+    path = unquote_to_bytes(target.partition(b"?")[0]).decode("latin-1")
+    return path if path in KNOWN_PATHS else "other"
+
+
 class RequestHead:
     """A client's request head but for its Content-Length; shared, not to be changed.
 
@@ -380,6 +425,7 @@ class RequestHead:
         self._framing(self.owned)
         if self.target[:1] != b"/":
             self._absolute()
+        self.path = known_path(self.target)
         # The request line of a leg.
         self.start = b"%s %s HTTP/1.1\r\n" % (self.method, self.target)
 
@@ -917,8 +963,7 @@ class Leg:
         self.status = 0
         self.framing: Framing | None = None
         self.pieces: list[bytes] = []
-        # Bytes of the body that have come, and the reads that brought them.
-        self.size = self.reads = 0
+        self.size = 0
         # When the request was handed to a connection, and when its answer's head
         # came, or all of it for a leg that is settled whole; 0 if it has not.
         self.begun = self.answered = 0.0
@@ -1026,11 +1071,11 @@ class EngineConnection(asyncio.Protocol):
             logger.warning("%s: malformed answer: %s", self.instance, err)
             leg.fail(Failure.MALFORMED)
             return
-        if piece:
-            leg.reads += 1
-            leg.size += len(piece)
         if leg.sink is not None:
             if piece:
+                instance = self.instance
+                instance.pieces += 1
+                instance.size += len(piece)
                 leg.sink(piece)
             if framing.done:
                 self._complete(leg)
@@ -1041,6 +1086,7 @@ class EngineConnection(asyncio.Protocol):
         if framing.done:
             self._complete(leg)
         elif leg.whole and leg.status == 200:
+            leg.size += len(piece)
             if leg.size > MAX_HAND_OVER_BYTES:
                 leg.fail(Failure.TOO_LARGE)
             return
@@ -1098,12 +1144,11 @@ class EngineConnection(asyncio.Protocol):
             leg.go_on()
         self.leg = leg.connection = None
         leg.done = True
-        # Nobody would look after what a bootstrap server or a refused instance has.
-        kept = leg not in self.instance.probes
         now = monotonic()
         if leg.whole:
             leg.answered = now
-        self.instance.leave(leg)
+        # Nobody would look after what a bootstrap server or a refused instance has.
+        kept = self.instance.leave(leg)
         # An engine may answer before it has read all of a large request.
         unsent = transport.get_write_buffer_size()
         if kept and head.reusable and not unsent and not framing.extra:
@@ -1162,8 +1207,9 @@ class Instance:
         # How many requests failed, by kind.
         self.failures: Counter[str] = Counter()
         self.transitions: Counter[State] = Counter()
-        # Requests it was sent, bytes and reads of the bodies it has answered.
-        self.sent = self.size = self.reads = 0
+        # Requests it was given, bytes of its bodies that clients got, in how many
+        # pieces.
+        self.given = self.size = self.pieces = 0
         self.idle: dict[EngineConnection, None] = {}
         # Requests it is working on; apart from them, probes and model checks.
         self.legs: set[Leg] = set()
@@ -1221,7 +1267,11 @@ class Instance:
 
         """
         now = monotonic()
-        (self.probes if fresh else self.legs).add(leg)
+        if fresh:
+            self.probes.add(leg)
+        else:
+            self.legs.add(leg)
+            self.given += 1
         leg.deadline = now + timeout
         while self.idle and not fresh:
             connection, _ = self.idle.popitem()
@@ -1270,17 +1320,15 @@ class Instance:
                 refused = err
         raise refused or OSError("no address")
 
-    def leave(self, leg: Leg) -> None:
-        """A leg is over, however it ended."""
-        if leg in self.legs:
-            self.legs.remove(leg)
-            self.sent += leg.begun > 0
-            self.size += leg.size
-            self.reads += leg.reads
-        else:
+    def leave(self, leg: Leg) -> bool:
+        """A leg is over, however it ended; returns whether it was a request."""
+        if leg not in self.legs:
             self.probes.discard(leg)
+            return False
+        self.legs.remove(leg)
         if self.state is State.DRAINING and not self.legs:
             self.cycler.forget(self)
+        return True
 
     def keep(self, connection: EngineConnection, now: float) -> None:
         """Takes a connection back for the next leg."""
@@ -1297,10 +1345,10 @@ class Instance:
     def figures(self) -> Iterator[tuple[str, str, float]]:
         """Yields the name of a family in FAMILIES, label values, and the number."""
         own = f"{self.cycler.role} {self.address}"
-        yield "instance_requests", own, self.sent
+        yield "instance_requests", own, self.given
         yield "instance_requests_in_flight", own, self.in_flight
-        yield "instance_read_bytes", own, self.size + sum(n.size for n in self.legs)
-        yield "instance_reads", own, self.reads + sum(n.reads for n in self.legs)
+        yield "instance_relayed_bytes", own, self.size
+        yield "instance_relayed_pieces", own, self.pieces
         busy = sum(leg.connection is not None for leg in self.legs)
         yield "instance_connections", f"{own} busy", busy
         yield "instance_connections", f"{own} idle", len(self.idle)
@@ -1545,15 +1593,6 @@ BOUNDS = (
     *(0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
 )
-# The paths that are told apart: the proxy's own and vLLM's for clients.
-KNOWN_PATHS = words(
-    "/classify /detokenize /health /inference/v1/generate /instances/add "
-    "/instances/remove /invocations /load /metrics /ping /pooling /rerank /score "
-    "/start_profile /status /stop_profile /tokenize /v1/audio/transcriptions "
-    "/v1/audio/translations /v1/chat/completions /v1/completions /v1/embeddings "
-    "/v1/messages /v1/messages/count_tokens /v1/models /v1/rerank /v1/responses "
-    "/v1/score /v2/embed /v2/rerank /version"
-)
 
 
 class Family(NamedTuple):
@@ -1646,7 +1685,7 @@ FAMILIES = (
         "instance_requests",
         "counter",
         "role instance",
-        "Requests written to an instance and over, further tries among them",
+        "Requests given to an instance, with those that it failed",
     ),
     Family(
         "instance_requests_in_flight",
@@ -1662,17 +1701,16 @@ FAMILIES = (
         "malformed, too_large, 5xx, stream_error (the first event is an error)",
     ),
     Family(
-        "instance_read_bytes",
+        "instance_relayed_bytes",
         "counter",
         "role instance",
-        "Bytes of bodies read from an instance, those of the chunked coding among "
-        "them; clients get decode's",
+        "Bytes of an instance's bodies passed on, chunk sizes among them",
     ),
     Family(
-        "instance_reads",
+        "instance_relayed_pieces",
         "counter",
         "role instance",
-        "Reads that brought them: of a streamed answer about one for each token",
+        "Pieces in which they came: of a streamed answer about one for each token",
     ),
     Family(
         "instance_connections",
@@ -1749,31 +1787,27 @@ class Times:
         self.folded = [0.0] * (len(BOUNDS) + 2)
 
     def fold(self) -> list[float]:
-        """All until now, as in a snapshot."""
-        new = sorted(self.new)
-        self.new.clear()
-        below = 0
-        for place, bound in enumerate((*BOUNDS, math.inf)):
-            up_to = bisect_right(new, bound)
-            self.folded[place] += up_to - below
-            below = up_to
-        self.folded[-1] += sum(new)
+        """All until now, as in a snapshot; what is negative never happened."""
+        if self.new:
+            new, self.new = sorted(self.new), []
+            done = bisect_left(new, 0.0)
+            self.folded[-1] += sum(new[done:])
+            for place, bound in enumerate((*BOUNDS, math.inf)):
+                up_to = bisect_right(new, bound)
+                self.folded[place] += up_to - done
+                done = up_to
         return self.folded.copy()
-
-
-@functools.lru_cache(maxsize=512)
-def path_label(target: bytes) -> str:
-    """The path of a request target, or "other": whoever asks cannot name series."""
-    path = unquote_to_bytes(target.partition(b"?")[0]).decode("latin-1")
-    return path if path in KNOWN_PATHS else "other"
 
 
 class Tally:
     """What a process counts: numbers and lists, so that a request costs little."""
 
     def __init__(self) -> None:
-        # Endpoint, mode and status of requests since `fold`.
-        self.over: list[tuple[str, str, int]] = []
+        # Since `fold`, requests with two legs and a 200: path, begin, begin and end
+        # of prefill, begin and head of decode, end. One tuple of what is there
+        # costs a third of taking it apart at once.
+        self.usual: list[tuple[str, float, float, float, float, float, float]] = []
+        # By path, mode and status.
         self.requests: Counter[tuple[str, str, int]] = Counter()
         self.prefill, self.hand_over = Times(), Times()
         self.first_byte = {mode: Times() for mode in (TWO_LEGS, BYPASS, ONE_LEG)}
@@ -1783,11 +1817,22 @@ class Tally:
         self.retries: Counter[str] = Counter()
         self.failovers: Counter[str] = Counter()
 
-    def record(self, x: "Exchange", now: float) -> None:
-        """Takes in a request that is over, while its legs are there."""
-        self.over.append((path_label(x.head.target), x.mode, x.status))
+    def answered(self, x: "Exchange", now: float) -> None:
+        """Takes in a request whose answer is out, while its legs are there."""
+        legs, path = x.legs, x.head.path
+        if x.mode is TWO_LEGS and x.status == 200 and len(legs) == 2:
+            p, d = legs
+            if p.status == 200:
+                row = path, x.began, p.begun, p.answered, d.begun, d.answered, now
+                self.usual.append(row)
+                return
         self.total[x.mode].new.append(now - x.began)
-        prefilled = 0.0
+        self.over(x)
+
+    def over(self, x: "Exchange") -> None:
+        """Takes in a request that is over, however it ended."""
+        self.requests[x.head.path, x.mode, x.status] += 1
+        prefilled = math.inf
         for leg in x.legs:
             if leg.status != 200 or not leg.answered:
                 continue
@@ -1796,12 +1841,11 @@ class Tally:
                 prefilled = leg.answered
             else:
                 self.first_byte[x.mode].new.append(leg.answered - leg.begun)
-                if prefilled and leg.begun >= prefilled:
-                    self.hand_over.new.append(leg.begun - prefilled)
+                self.hand_over.new.append(leg.begun - prefilled)
 
     def refused(self, head: RequestHead | None, status: int) -> None:
         """Takes in a request that was not read to its end."""
-        self.over.append((path_label(head.target) if head else "other", OWN, status))
+        self.requests[head.path if head else "other", OWN, status] += 1
 
     def again(self, leg: Leg) -> None:
         """Counts a further try of what a leg has failed."""
@@ -1811,8 +1855,15 @@ class Tally:
 
     def fold(self) -> None:
         """Makes room: to be called now and then."""
-        self.requests.update(self.over)
-        self.over.clear()
+        if self.usual:
+            path, began, p_begun, p_answered, d_begun, d_head, end = zip(*self.usual)
+            self.usual.clear()
+            for each, number in Counter(path).items():
+                self.requests[each, TWO_LEGS, 200] += number
+            self.total[TWO_LEGS].new += map(sub, end, began)
+            self.prefill.new += map(sub, p_answered, p_begun)
+            self.hand_over.new += map(sub, d_begun, p_answered)
+            self.first_byte[TWO_LEGS].new += map(sub, d_head, d_begun)
         for times in (self.prefill, self.hand_over):
             times.fold()
         for times in (*self.first_byte.values(), *self.total.values()):
@@ -2272,6 +2323,8 @@ class Exchange(Script):
         self.status = leg.status
         self.write(head + (encode_chunk(body) if recode else body))
         if body:
+            leg.instance.pieces += 1
+            leg.instance.size += len(body)
             self.look(leg, body)
         if leg.done and not recode:
             return None
@@ -2286,7 +2339,7 @@ class Exchange(Script):
         """
         write = self.client.transport.write
         # There is no second try any more, and an answer may take hours.
-        self.body = self.fields = self.request_id = b""
+        self.body = self.fields = b""
         if not leg.done:
             sink = (lambda data: write(encode_chunk(data))) if recode else write
             leg.sink = sink if seen else self.looking(leg, sink)
@@ -2353,7 +2406,7 @@ class Exchange(Script):
     def client_left(self) -> None:
         """Nobody wants the answer: whatever works on it is stopped."""
         self.client.service.tally.aborted += 1
-        self.client.service.tally.record(self, monotonic())
+        self.client.service.tally.over(self)
         self.cancel()
 
     def ended(self, err: Exception | None) -> None:
@@ -2364,7 +2417,7 @@ class Exchange(Script):
         if err is not None and self.status:
             logger.warning("answer cut short: %s", err)
             tally.cut += 1
-            tally.record(self, monotonic())
+            tally.over(self)
             client.cut(self.head.modern)
             return
         if err is not None:
@@ -2374,7 +2427,7 @@ class Exchange(Script):
             body = err.body(self.head.target)
             self.answer(err.status, body, headers=err.headers)
         now = monotonic()
-        tally.record(self, now)
+        tally.answered(self, now)
         client.finished(self.keep_alive, now)
 
 
