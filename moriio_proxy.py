@@ -192,9 +192,8 @@ def interleaved_slots(sizes: tuple[int, ...]) -> list[Slot]:
 # --- Legs -----------------------------------------------------------------------------
 
 
-def about(engine: Engine, rank: int | None, transfer: str) -> dict[str, object]:
+def about(told: Registration, rank: int | None, transfer: str) -> dict[str, object]:
     """What the other engine is told; the nulls too have to be there."""
-    told = engine.told
     params: dict[str, object] = {
         "transfer_id": transfer,
         "remote_engine_id": None,
@@ -213,32 +212,6 @@ def about(engine: Engine, rank: int | None, transfer: str) -> dict[str, object]:
 def pin(rank: int | None) -> bytes:
     """The header line that keeps a leg on its rank."""
     return b"" if rank is None else b"X-data-parallel-rank: %d\r\n" % rank
-
-
-def moriio_pair(p: Engine, p_rank: int | None, d: Engine, d_rank: int | None) -> Pair:
-    """Both legs of a request."""
-    name = (
-        f"___prefill_addr_{p.told['zmq_address']}___decode_addr_{d.told['zmq_address']}"
-        f"_{random.getrandbits(128):032x}"
-    )
-    transfer = f"tx-{random_uuid()}"
-    to_p = {"do_remote_decode": True, "do_remote_prefill": False}
-    to_d = {"do_remote_decode": False, "do_remote_prefill": True}
-    whole_d = {**to_d, **about(p, p_rank, transfer)}
-    reads = p.told["transfer_mode"] == "READ"
-    return Pair(
-        p.instance,
-        d.instance,
-        request_id_line(name),
-        prefill_params=Raw(encode_json({**to_p, **about(d, d_rank, transfer)})),
-        decode_params=functools.partial(read_params, whole_d)
-        if reads
-        else Raw(encode_json(whole_d)),
-        # P hands over only what ends by length.
-        prefill_members={"ignore_eos": TRUE},
-        prefill_fields=pin(p_rank),
-        decode_fields=pin(d_rank),
-    )
 
 
 # Not taken from P: what the proxy says, and what would silence a D on another rank.
@@ -262,31 +235,66 @@ def read_params(params: dict[str, object], prefill: Instance, given: Raw) -> Raw
     return Raw(encode_json(params | taken))
 
 
-# --- Proxy ----------------------------------------------------------------------------
-
-
 class MoRIIOConnector(Connector):
-    """The engines know of each other; `MoRIIOProxy.choose` makes the pairs."""
+    """The engines find each other by what they have registered."""
 
     pairs = True
     by_request_id = True
+
+    def __init__(self) -> None:
+        # By `host:port`.
+        self.engines: dict[str, Engine] = {}
+
+    def pair(
+        self,
+        prefill: Instance,
+        decode: Instance,
+        p_rank: int | None = None,
+        d_rank: int | None = None,
+    ) -> Pair:
+        """What the legs are told, each on a DP rank; None where there is only one."""
+        p, d = (self.engines[i.address].told for i in (prefill, decode))
+        name = (
+            f"___prefill_addr_{p['zmq_address']}___decode_addr_{d['zmq_address']}"
+            f"_{random.getrandbits(128):032x}"
+        )
+        transfer = f"tx-{random_uuid()}"
+        to_p = {"do_remote_decode": True, "do_remote_prefill": False}
+        to_d = {"do_remote_decode": False, "do_remote_prefill": True}
+        whole_d = {**to_d, **about(p, p_rank, transfer)}
+        return Pair(
+            prefill,
+            decode,
+            request_id_line(name),
+            prefill_params=Raw(encode_json({**to_p, **about(d, d_rank, transfer)})),
+            decode_params=Raw(encode_json(whole_d))
+            if p["transfer_mode"] == "WRITE"
+            else functools.partial(read_params, whole_d),
+            # P hands over only what ends by length.
+            prefill_members={"ignore_eos": TRUE},
+            prefill_fields=pin(p_rank),
+            decode_fields=pin(d_rank),
+        )
+
+
+# --- Proxy ----------------------------------------------------------------------------
 
 
 class MoRIIOProxy(Proxy):
     """Serves with the engines that register."""
 
     def __init__(self, retries: int, allow_engine_control: bool) -> None:
+        connector = MoRIIOConnector()
         super().__init__(
             [],
             [],
             model=None,
             scheduling_policy=RoundRobinSchedulingPolicy(),
             retries=retries,
-            connector=MoRIIOConnector(),
+            connector=connector,
             allow_engine_control=allow_engine_control,
         )
-        # By `host:port`.
-        self.engines: dict[str, Engine] = {}
+        self.engines, self.pair = connector.engines, connector.pair
         self.requests = 0
         # Tells the other workers, if there are any; see `Worker.say`.
         self.say: Callable[[str, Any], None] = lambda key, value: None
@@ -379,18 +387,20 @@ class MoRIIOProxy(Proxy):
     def choose(self, x: Exchange, avoid: list[Instance]) -> Pair | None:
         """The next pair of slots; D's number shifts, so that every P meets every D."""
         p, d = (
-            [self.engines[i.address] for i in cycler.up if i not in avoid]
+            [i for i in cycler.up if i not in avoid]
             for cycler in (self.prefill_cycler, self.decode_cycler)
         )
         if not p or not d:
             return None
         self.requests = number = self.requests + 1
-        p_told, d_told = [e.told for e in p], [e.told for e in d]
+        p_told, d_told = (
+            [self.engines[i.address].told for i in role] for role in (p, d)
+        )
         slots = (sum(e["dp_size"] for e in told) for told in (p_told, d_told))
         shift = (number - 1) // math.lcm(*slots)
         p_index, p_rank = flat_interleaved_dp_route(number, p_told)
         d_index, d_rank = flat_interleaved_dp_route(number + shift, d_told)
-        return moriio_pair(p[p_index], p_rank, d[d_index], d_rank)
+        return self.pair(p[p_index], d[d_index], p_rank, d_rank)
 
     # The proxy's own routes.
 

@@ -27,6 +27,7 @@ from rig import (
     Step,
     dumps,
     gather,
+    hand_over,
     http_response,
     members,
     openai_error,
@@ -505,6 +506,33 @@ def test_both_legs_have_the_same_fresh_request_id(pair: Cluster) -> None:
         assert each is not None
         assert len(each) == 32 and set(each) <= set("0123456789abcdef")
         assert each != mine["X-Request-Id"]
+
+
+# --- Usage (B92) ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_b92_usage_is_what_decode_says(pair: Cluster, stream: bool) -> None:
+    def usage(cached: int) -> JSON:
+        details = {"cached_tokens": cached}
+        return {"prompt_tokens": 64, "prompt_tokens_details": details}
+
+    # Prefill found 16 tokens in its cache; all but one come to decode with the KV.
+    pair.p[0].answer(
+        lambda leg: [
+            http_response(
+                200, {"usage": usage(16), "kv_transfer_params": hand_over(leg)}
+            )
+        ]
+    )
+    said = dumps({"choices": [], "usage": usage(63)})
+    kind = "application/json"
+    if stream:
+        said, kind = b"data: %s\n\ndata: [DONE]\n\n" % said, "text/event-stream"
+    pair.d[0].answer(http_response(200, said, {"Content-Type": kind}))
+    response = pair.post(COMPLETIONS, {"prompt": "a", "stream": stream})
+    assert (response.header("content-type"), response.body) == (kind, said)
+    assert legs_of(pair)[1].members()[PARAMS]
 
 
 # --- Engine credentials (B26) ---------------------------------------------------------
