@@ -377,12 +377,13 @@ def test_workers_begin_their_rounds_apart() -> None:
 # --- MoRIIO ---------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    """A port that is free now, for what has to be bound twice."""
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port for what binds twice: others get it only if they ask for it."""
     with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+        yield sock.getsockname()[1]
 
 
 def test_b48_engines_that_register_do_so_with_all_workers() -> None:
@@ -411,8 +412,14 @@ def test_engines_that_fall_silent_leave_all_workers() -> None:
 
 
 def test_the_worker_that_hears_the_engines_is_replaced() -> None:
-    argv = [*TWO, "--service-discovery-port", str(free_port())]
-    with Fleet(mode="READ", argv=argv, limits=NO_PROBES | SPEEDY) as fleet:
+    with (
+        held_port() as port,
+        Fleet(
+            mode="READ",
+            argv=[*TWO, "--service-discovery-port", str(port)],
+            limits=NO_PROBES | SPEEDY,
+        ) as fleet,
+    ):
         hearing = worker_pids(fleet.proxy)[0]
         successor_of(fleet.proxy, hearing)
         clients = one_each(fleet.proxy)
@@ -579,10 +586,14 @@ def test_b48_a_second_copy_is_refused(first: list[str], second: list[str]) -> No
 
 
 def test_b48_a_second_copy_is_refused_while_the_first_starts() -> None:
-    with ScriptedEngine("prefill") as p, ScriptedEngine("decode") as d:
+    with (
+        held_port() as port,
+        ScriptedEngine("prefill") as p,
+        ScriptedEngine("decode") as d,
+    ):
         d.health = gate = Gate()
         argv = ["--model", MODEL, "--prefill", p.instance, "--decode", d.instance]
-        argv += ["--port", str(free_port()), *TWO]
+        argv += ["--port", str(port), *TWO]
 
         def start_second() -> tuple[int, str]:
             poll(lambda: d.probes, "the first copy looks at its instances")
