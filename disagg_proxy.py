@@ -3896,8 +3896,8 @@ class Worker:
                 case ["set", key, value]:
                     put_up(self.board, key, value)
                     self.service.proxy.hear(key, value, self.service.engine_key)
-                case ["ask", number, subject, *sender]:
-                    self.link.tell("answer", number, self.answer(subject), *sender)
+                case ["ask", subject, *question]:
+                    self.link.tell("answer", subject, self.answer(subject), *question)
                 case ["answer", number, answer, asked, index]:
                     self.note(number, answer, asked, index)
                 case ["stop"]:
@@ -3923,7 +3923,7 @@ class Worker:
         """What all workers say, in the order of their numbers."""
         number = random.getrandbits(48)
         _, answers = self.questions[number] = (x, {})
-        self.link.tell("ask", number, subject)
+        self.link.tell("ask", subject, number)
         timer = x.loop.call_later(ASK_TIMEOUT, x.resume)
         try:
             yield
@@ -3978,6 +3978,8 @@ class Slot:
         self.listening: list[socket.socket] = []
         # The supervisor's end of its link.
         self.channel: list[socket.socket] = []
+        # What its process had counted when all were asked last.
+        self.counted: Snapshot = {}
 
 
 class Supervisor:
@@ -4015,6 +4017,9 @@ class Supervisor:
         # Those that have never served.
         self.missing = set(self.slots)
         self.failed = False
+        # What workers that have ended are known to have counted: a sum that fell
+        # would be taken for a new start, and counted twice.
+        self.left: Snapshot = {}
         # Whose turn it is to start; None to look whether all is over.
         self.turns: asyncio.Queue[Slot | None] = asyncio.Queue()
 
@@ -4099,6 +4104,9 @@ class Supervisor:
         """A worker has ended: another takes its place, but not at the start."""
         slot.link.transport.abort()
         slot.pid = 0
+        counters = (family.name for family in FAMILIES if family.kind != "gauge")
+        counted = {name: slot.counted.get(name, {}) for name in counters}
+        self.left, slot.counted = add_up((self.left, counted)), {}
         if not slot.serves:
             close_all(slot.listening)
             slot.listening = []
@@ -4122,10 +4130,14 @@ class Supervisor:
             case ["set", key, value]:
                 put_up(self.board, key, value)
                 self.tell_all(*message)
-            case ["ask", number, subject]:
-                asked = sum(each.pid > 0 for each in self.slots)
-                self.tell_all("ask", number, subject, slot.index, asked)
-            case ["answer", number, answer, asker, asked]:
+            case ["ask", subject, number]:
+                asked = 1 + sum(each.pid > 0 for each in self.slots)
+                self.tell_all("ask", subject, number, slot.index, asked)
+                left = self.left if subject == "metrics" else []
+                slot.link.tell("answer", number, left, asked, len(self.slots))
+            case ["answer", subject, answer, number, asker, asked]:
+                if subject == "metrics":
+                    slot.counted = answer
                 link = self.slots[asker].link
                 link.tell("answer", number, answer, asked, slot.index)
             case ["ready"]:

@@ -323,20 +323,22 @@ def test_counts_are_those_of_all_workers(cluster: Cluster) -> None:
     assert after - before == 4
 
 
+def figures(client: RawClient) -> dict[tuple[str, ...], float]:
+    """What /metrics says of completions, and how many times were taken."""
+    text = client.request("GET", "/metrics").finish().body.decode()
+    return {
+        (each.name, *sorted(each.labels.values())): each.value
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+        if COMPLETIONS in each.labels.values() or each.labels.get("le") == "+Inf"
+        # Of the proxy's own answers this is one itself.
+        if each.labels.get("mode") != "own"
+    }
+
+
 def test_metrics_are_those_of_all_workers(cluster: Cluster) -> None:
     clients = one_each(cluster.proxy)
     first, second = clients.values()
-
-    def figures(client: RawClient) -> dict[tuple[str, ...], float]:
-        text = client.request("GET", "/metrics").finish().body.decode()
-        return {
-            (each.name, *sorted(each.labels.values())): each.value
-            for family in text_string_to_metric_families(text)
-            for each in family.samples
-            if COMPLETIONS in each.labels.values() or each.labels.get("le") == "+Inf"
-            # Of the proxy's own answers this is one itself.
-            if each.labels.get("mode") != "own"
-        }
 
     before = figures(first)
     for client, number in ((first, 3), (second, 4)):
@@ -356,6 +358,34 @@ def test_metrics_are_those_of_all_workers(cluster: Cluster) -> None:
         (bucket("prefill_duration"), "+Inf"): 7,
         (bucket("hand_over_duration"), "+Inf"): 7,
     }
+
+
+def test_what_was_counted_outlives_its_worker() -> None:
+    with Cluster(1, 1, args=TWO, limits=SPEEDY) as cluster:
+        for client in one_each(cluster.proxy).values():
+            assert client.post(COMPLETIONS, BODY).finish().status == 200
+            before = figures(client)
+        assert max(before.values()) == 2
+        for pid in worker_pids(cluster.proxy):
+            successor_of(cluster.proxy, pid)
+        client, _ = connect(cluster.proxy)
+        assert figures(client) == before
+        assert client.post(COMPLETIONS, BODY).finish().status == 200
+        assert max(figures(client).values()) == 3
+
+
+def test_a_worker_that_hangs_is_left_out() -> None:
+    with Cluster(1, 1, args=TWO, limits={"ASK_TIMEOUT": 0.1}) as cluster:
+        clients = one_each(cluster.proxy)
+        (hangs, _), (_, client) = clients.items()
+        os.kill(hangs, signal.SIGSTOP)
+        try:
+            for target in ("/status", "/metrics"):
+                answer = client.request("GET", target).finish()
+                assert answer.status == 200
+                assert cluster.d[0].instance.encode() in answer.body
+        finally:
+            os.kill(hangs, signal.SIGCONT)
 
 
 def test_no_two_workers_make_the_same_request_ids(cluster: Cluster) -> None:
