@@ -366,6 +366,26 @@ def test_an_added_instance_serves(admin: Cluster) -> None:
         assert again.json() == {"detail": "Instance already exists."}
 
 
+@pytest.mark.parametrize("connector", ["auto", "mooncake"])
+def test_b49_proxy_variables_are_not_for_engines(connector: str) -> None:
+    names = [f"{scheme}_proxy" for scheme in ("http", "https", "all")]
+    with ScriptedEngine("prefill") as web, ScriptedEngine("prefill") as later:
+        address = f"http://{web.instance}"
+        env = {each: address for name in names for each in (name, name.upper())}
+        with Cluster(env=ADMIN | env, connector=connector) as cluster:
+            order: JSON = {"type": "prefill", "instance": later.instance}
+            if connector == "mooncake":
+                order["bootstrap_port"] = later.port
+            added = cluster.post("/instances/add", order, WITH_KEY)
+            assert added.status == 200
+            for _ in range(2):
+                assert cluster.post(COMPLETIONS, BODY).status == 200
+            assert cluster.get("/v1/models").status == 200
+            assert [len(each.requests) for each in cluster.engines] == [1, 2]
+            assert len(later.requests) == 1
+        assert web.accepted == 0
+
+
 def test_adding_checks_the_key_before_anything_else(admin: Cluster) -> None:
     post = partial(admin.request, "POST", "/instances/add")
     missing = post(b"nonsense")
