@@ -3820,6 +3820,25 @@ class Link(asyncio.Protocol):
         self.transport.write(encode_json(message) + b"\n")
 
 
+class Slot:
+    """The place of one worker: what it listens on outlives its process."""
+
+    # To its present process, if there is one: `pid` is not 0.
+    link: Link
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.pid = 0
+        # When its last process was made, and whether that has come to serve.
+        self.started = 0.0
+        self.serves = False
+        self.listening: list[socket.socket] = []
+        # The supervisor's end of its link.
+        self.channel: list[socket.socket] = []
+        # What its process had counted when all were asked last.
+        self.counted: Snapshot = {}
+
+
 class Worker:
     """One of several processes that serve a port, and what ties it to the others.
 
@@ -3830,27 +3849,21 @@ class Worker:
     one counts for one probe interval. Nothing is told per request.
 
     Args:
-        index: its number, from 0.
+        slot: its place.
         first: whether no worker has served yet.
-        board: what was known when this process was made; None is nothing.
+        board: what was known when this process was made.
         channel: leads to the supervisor.
-        listening: the sockets it serves.
 
     """
 
     def __init__(
-        self,
-        index: int,
-        first: bool,
-        board: dict[str, Any],
-        channel: socket.socket,
-        listening: list[socket.socket],
+        self, slot: Slot, first: bool, board: dict[str, Any], channel: socket.socket
     ) -> None:
-        self.index = index
+        self.index = slot.index
+        self.listening = slot.listening
         self.first = first
         self.board = board
         self.channel = channel
-        self.listening = listening
         # Who has asked, and the answers by the numbers of the workers.
         self.questions: dict[int, tuple[Exchange, dict[int, Any]]] = {}
 
@@ -3963,25 +3976,6 @@ def merged(described: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return list(instances.values())
 
 
-class Slot:
-    """The place of one worker: what it listens on outlives its process."""
-
-    # To its present process, if there is one: `pid` is not 0.
-    link: Link
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.pid = 0
-        # When its last process was made, and whether that has come to serve.
-        self.started = 0.0
-        self.serves = False
-        self.listening: list[socket.socket] = []
-        # The supervisor's end of its link.
-        self.channel: list[socket.socket] = []
-        # What its process had counted when all were asked last.
-        self.counted: Snapshot = {}
-
-
 class Supervisor:
     """Runs the workers of a server, in a process that itself serves nobody.
 
@@ -4081,7 +4075,7 @@ class Supervisor:
                 close_all(each.channel)
                 close_all(each.listening if each is not slot else ())
             first = self.slots[0] in self.missing
-            worker = Worker(slot.index, first, self.board, channel, slot.listening)
+            worker = Worker(slot, first, self.board, channel)
             uvloop.run(self.server.serve(worker))
             status = 0
         except SystemExit as err:

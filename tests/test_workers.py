@@ -27,21 +27,25 @@ from rig import (
     SSE_HEAD,
     Cluster,
     End,
+    EngineRequest,
     Gate,
     ProxyProcess,
     RawClient,
     ResponseReader,
     ScriptedEngine,
+    Step,
     chunk,
     event,
     gather,
     http_response,
+    openai_error,
     poll,
     run_to_exit,
 )
 from sim_process import SimProcess
 from test_pairs import arguments
 from test_python_api import PREAMBLE
+from tls import Tls
 
 ADMIN = {"ADMIN_API_KEY": "secret"}
 KEY = {"X-API-Key": "secret"}
@@ -388,6 +392,23 @@ def test_a_worker_that_hangs_is_left_out() -> None:
             os.kill(hangs, signal.SIGCONT)
 
 
+def test_a_response_is_found_through_any_worker(cluster: Cluster) -> None:
+    def answer(request: EngineRequest) -> list[Step]:
+        if request.line.startswith(b"POST") or request.engine is holder:
+            return [http_response(200, {"id": "resp_1", "by": request.engine.port})]
+        return [http_response(404, openai_error(404, "no such response"))]
+
+    holder: ScriptedEngine | None = None
+    first, second = one_each(cluster.proxy).values()
+    for each in cluster.d:
+        each.default = answer
+    made = first.post("/v1/responses", {"input": "hi"}).finish()
+    holder = next(each for each in cluster.d if each.requests)
+    for client in (first, second, second):
+        found = client.request("GET", "/v1/responses/resp_1").finish()
+        assert (found.status, found.body) == (200, made.body)
+
+
 def test_no_two_workers_make_the_same_request_ids(cluster: Cluster) -> None:
     clients = one_each(cluster.proxy)
     for client in clients.values():
@@ -574,6 +595,17 @@ def test_the_start_is_announced_once_and_takes_no_request_before() -> None:
         lines = [line for line in cluster.proxy.log if "listening on" in line]
         assert len(lines) == 1
         assert len([line for line in cluster.proxy.log if "is up" in line]) == 2
+
+
+def test_workers_speak_tls(tls: Tls) -> None:
+    with Cluster(1, 1, args=[*TWO, *tls.args], trust=tls.trust) as cluster:
+        for client in one_each(cluster.proxy).values():
+            assert client.post(COMPLETIONS, BODY).finish().status == 200
+        assert "with TLS" in cluster.proxy.wait_log("listening on")
+    argv = ["--model", MODEL, "--prefill", "h:1", "--decode", "h:2", *TWO]
+    status, printed = run_to_exit([*argv, "--ssl-certfile", "/nowhere"])
+    assert status == 1
+    assert printed.count("/nowhere") == 1
 
 
 def test_zero_is_one_for_each_core() -> None:
