@@ -1899,6 +1899,8 @@ class Tally:
 # --- Client connections ---------------------------------------------------------------
 
 
+# TCP_CLOSE and TCP_CLOSE_WAIT of Linux, as TCP_INFO tells them: tcp_states.h.
+TCP_ENDED = b"\x07\x08"
 # SO_LINGER on, zero seconds: closing sends a reset.
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
@@ -2146,10 +2148,19 @@ class ClientConnection(asyncio.Protocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
             self.transport.abort()
 
+    def peer_has_ended(self) -> bool:
+        """Whether the client has closed or reset a connection that is not read."""
+        if len(self.buffer) <= MAX_PIPELINED_BYTES:
+            return False
+        sock = self.transport.get_extra_info("socket")
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in TCP_ENDED
+
     def tick(self, now: float) -> None:
         """Looks at the deadline of what the connection waits for."""
         if self.exchange is not None and self.transport.is_closing():
             # It has ended its side, and does not read what it was sent before.
+            self.transport.abort()
+        if self.peer_has_ended():
             self.transport.abort()
         if now < self.deadline:
             return
@@ -2852,9 +2863,6 @@ class MooncakeConnector(Connector):
 
     pairs = True
 
-    def __init__(self) -> None:
-        self.turns: Counter[Instance] = Counter()
-
     def adopt(self, instance: Instance, settings: Mapping[str, object]) -> None:
         port = setting(settings, "bootstrap_port", int, 8998)
         address = f"{instance.address.rpartition(':')[0]}:{port}"
@@ -2878,8 +2886,7 @@ class MooncakeConnector(Connector):
 
     def pair(self, prefill: Instance, decode: Instance) -> Pair:
         ranks = prefill.facts["ranks"]
-        self.turns[prefill] += 1
-        rank, engine = ranks[self.turns[prefill] % len(ranks)]
+        rank, engine = ranks[(prefill.sent + prefill.in_flight) % len(ranks)]
         transfer = f"xfer-{random_uuid()}"
         p = {"do_remote_decode": True, "do_remote_prefill": False}
         d = {

@@ -226,6 +226,7 @@ def test_a_spoilt_prefill_answer_never_harms_decode(
     cluster: Cluster, data: bytes, cuts: list[int]
 ) -> None:
     [p], [d] = cluster.p, cluster.d
+    cluster.proxy.wait_all_up()
     play(p, data, cuts)
     response = cluster.post(COMPLETIONS, ASKED)
     p.next_request()
@@ -251,6 +252,7 @@ def test_a_spoilt_prefill_answer_never_harms_decode(
 def test_a_spoilt_stream_is_passed_on_or_cut(
     cluster: Cluster, data: bytes, cuts: list[int]
 ) -> None:
+    cluster.proxy.wait_all_up()
     play(cluster.d[0], data, cuts)
     response = cluster.post(COMPLETIONS, ASKED)
     reading = reading_of(data)

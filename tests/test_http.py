@@ -782,6 +782,22 @@ def test_b64_streams_run_one_after_the_other(pair: Cluster) -> None:
     assert [len(each.requests) for each in pair.engines] == [2, 2]
 
 
+@pytest.mark.parametrize("leave", [RawClient.close, RawClient.reset])
+def test_b64_a_client_that_leaves_is_noticed_though_it_is_not_read(
+    leave: Callable[[RawClient], None],
+) -> None:
+    with Cluster(limits={"TICK": 0.05}) as cluster:
+        cluster.p[0].answer(Gate())
+        client = cluster.connect()
+        client.send(http_request("POST", COMPLETIONS, BODY))
+        leg = cluster.p[0].next_request()
+        client.send(STATUS * 2000)
+        leave(client)
+        leg.wait_abandoned()
+        cluster.proxy.wait_idle()
+        assert cluster.d[0].requests == []
+
+
 def assert_nobody_else_waits(cluster: Cluster) -> None:
     """Fails if another client is not served."""
     assert cluster.post(COMPLETIONS, BODY).status == 200
