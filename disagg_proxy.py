@@ -2886,7 +2886,7 @@ class MooncakeConnector(Connector):
 
     def pair(self, prefill: Instance, decode: Instance) -> Pair:
         ranks = prefill.facts["ranks"]
-        rank, engine = ranks[(prefill.sent + prefill.in_flight) % len(ranks)]
+        rank, engine = ranks[prefill.given % len(ranks)]
         transfer = f"xfer-{random_uuid()}"
         p = {"do_remote_decode": True, "do_remote_prefill": False}
         d = {

@@ -167,6 +167,7 @@ def readings(data: bytes) -> Iterator[Reading]:
         data = reading.rest
 
 
+CLOSE = b"\r\nConnection: close\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -188,25 +189,30 @@ class Talk:
     def listen(self) -> None:
         """Waits for the answer to each request, then for the end."""
         for request in self.requests:
-            answer = self._answer(to_head=request.start[0] == b"HEAD")
+            to_head = request.start[0] == b"HEAD"
+            answer, is_last = self._answer(to_head)
             self.answers.append(answer)
-            whole = self.received.removesuffix(answer.rest)
             self.received = answer.rest
-            if b"\r\nConnection: close\r\n" in whole:
-                break
-        else:
-            # What is behind the last request has been read by then, and refused if
-            # it was not the start of another.
-            self.pace.wait()
-            self.client.half_close()
+            if is_last:
+                return
+        # What is behind the last request has been read by then, and refused if it was
+        # not the start of another.
+        self.pace.wait()
+        self.client.half_close()
         self.received += self.client.wait_closed()
 
-    def _answer(self, to_head: bool) -> Reading:
+    def _answer(self, to_head: bool) -> tuple[Reading, bool]:
+        """An answer, and whether the connection has ended with it."""
         while (answer := their_response(self.received, to_head)) is None:
             received = self.client.read_some()
             assert received, ("an answer is missing, or cut", self.received)
             self.received += received
-        return answer
+        if CLOSE not in self.received.removesuffix(answer.rest):
+            return answer, False
+        self.received += self.client.wait_closed()
+        whole = their_response(self.received, to_head)
+        assert whole is not None
+        return whole, True
 
     def judge(self) -> None:
         """Fails where an answer is not what README.md says."""
