@@ -42,6 +42,7 @@ import argparse
 import asyncio
 import ctypes
 import enum
+import errno
 import functools
 import hmac
 import inspect
@@ -147,6 +148,14 @@ SMALL_BODY_BYTES = 16 * 1024
 # Bytes waiting for a slow reader before its engine is no longer read.
 WRITE_HIGH_WATER = 64 * 1024
 
+# File descriptors of a client: its own, and its engine's. It may need another for a
+# moment, between the legs; who gets none then is told to come again.
+DESCRIPTORS_PER_CLIENT = 2
+# Those that are kept for probes, ports, engines that register and refusals.
+RESERVED_DESCRIPTORS = 256
+# Clients beyond the limit that are told why before the next are just closed.
+MAX_REFUSED_CLIENTS = 64
+
 # Seconds from the first byte of a head to its last: bounds slow senders.
 HEAD_TIMEOUT = 60.0
 # Seconds in which a request body must bring MIN_BODY_PROGRESS bytes or its end.
@@ -174,6 +183,8 @@ PROBE_INTERVAL_UP = 5.0
 DRAIN_TIMEOUT = 30.0
 # Seconds between two looks at all deadlines.
 TICK = 1.0
+# Seconds between two warnings of one kind, of which a flood of clients could make many.
+WARNING_INTERVAL = 10.0
 # Seconds from one start of a worker to the next: one that ends at once must not spin.
 RESTART_INTERVAL = 1.0
 # Seconds a worker waits for what the others say: one that hangs is left out.
@@ -225,6 +236,12 @@ class ProxyError(Exception):
             return msgspec.json.encode({"type": "error", "error": error})
         more = {"param": None, "code": self.status}
         return msgspec.json.encode({"error": {**error, **more}})
+
+
+def retry_later(message: str) -> ProxyError:
+    """A 503 that will soon be over."""
+    retry = ("Retry-After", str(math.ceil(PROBE_INTERVAL_DOWN)))
+    return ProxyError(503, message, retry)
 
 
 class AdminError(ProxyError):
@@ -864,6 +881,7 @@ class Failure(enum.Enum):
 
     REFUSED = (502, "cannot be reached", False)
     CONNECT_TIMEOUT = (504, "did not accept a connection in time", False)
+    NO_DESCRIPTOR = (503, "was not asked: the proxy has no file descriptor left", False)
     RESET = (502, "closed the connection without a whole answer", True)
     TIMEOUT = (504, "did not answer in time", True)
     MALFORMED = (502, "sent a malformed answer", True)
@@ -873,6 +891,31 @@ class Failure(enum.Enum):
         self.status = status
         self.words = words
         self.delivered = delivered
+
+
+class Seldom:
+    """A warning that is written once in WARNING_INTERVAL.
+
+    Args:
+        text: what has happened since the last time, with `%d` for how often.
+
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.due = 0.0
+        self.count = 0
+
+    def note(self) -> None:
+        """It has happened once more."""
+        self.count += 1
+        if monotonic() >= self.due:
+            logger.warning(self.text, self.count)
+            self.due, self.count = monotonic() + WARNING_INTERVAL, 0
+
+
+no_descriptor = Seldom("%d connections to engines failed: no file descriptors left")
+turned_away = Seldom("%d clients turned away: too many for the limit (ulimit -n)")
 
 
 class Script:
@@ -1289,6 +1332,8 @@ class Instance:
             failure, reason = Failure.CONNECT_TIMEOUT, "connect timed out"
         except OSError as err:
             failure, reason = Failure.REFUSED, err.strerror or str(err)
+            if err.errno in (errno.EMFILE, errno.ENFILE):
+                failure = Failure.NO_DESCRIPTOR
         except UnicodeError as err:  # A name that no lookup takes.
             failure, reason = Failure.REFUSED, str(err)
         else:
@@ -1296,7 +1341,9 @@ class Instance:
             connection.begin(leg, monotonic())
             return
         leg.connecting = None
-        if self.state is State.UP:
+        if failure is Failure.NO_DESCRIPTOR:
+            no_descriptor.note()  # That says nothing about the instance.
+        elif self.state is State.UP:
             self.mark(State.DOWN, reason)
             self.suspect()
         leg.fail(failure)
@@ -1427,10 +1474,29 @@ def same_model(served: str, wanted: str) -> bool:
     return served == wanted or served.rsplit("/", 1)[-1] == wanted.rsplit("/", 1)[-1]
 
 
+def unreachable(leg: Leg) -> ProxyError:
+    """The answer for a leg that failed."""
+    assert leg.failure is not None
+    role, words = leg.instance.cycler.role, leg.failure.words
+    message = f"{role} instance {leg.instance} {words}"
+    if leg.failure is Failure.NO_DESCRIPTOR:
+        return retry_later(message)
+    return ProxyError(leg.failure.status, message)
+
+
+def no_instance(role: str) -> ProxyError:
+    return retry_later(f"No {role} instance is available")
+
+
 def fetch(
     script: Script, instance: Instance, path: bytes, key: bytes
 ) -> Generator[None, None, Leg]:
-    """Gets a small answer from an instance, on a connection of its own."""
+    """Gets a small answer from an instance, on a connection of its own.
+
+    Raises:
+        ProxyError: 503, the proxy has no file descriptor left.
+
+    """
     fields = b"Authorization: %s\r\n" % key if key else b""
     request = b"GET %s HTTP/1.1\r\nHost: %s\r\n%s\r\n" % (
         path,
@@ -1449,6 +1515,8 @@ def fetch(
         timer.cancel()
     script.legs.remove(leg)
     leg.close()
+    if leg.failure is Failure.NO_DESCRIPTOR:
+        raise unreachable(leg)
     return leg
 
 
@@ -1519,21 +1587,30 @@ class Watch(Script):
     def _steps(self) -> Steps:
         instance = self.instance
         while True:
-            model = None if instance.state is State.UP else self.model
-            check = yield from check_instance(self, instance, model, self.key)
-            problem = check.problem
-            if problem is None and self.learn is not None:
-                problem = yield from self.learn(self, instance)
+            try:
+                check = yield from self._check()
+            except ProxyError as err:  # Nothing was found out: it stays what it is.
+                up = instance.state is State.UP
+                check = ModelCheck(None if up else err.message)
             if instance.state is not State.DRAINING:
-                instance.mark(State.DOWN if problem else State.UP, problem)
+                instance.mark(State.DOWN if check.problem else State.UP, check.problem)
             if not self.first.done():
-                self.first.set_result(check._replace(problem=problem))
+                self.first.set_result(check)
             up = instance.state is State.UP
             self.timer = self.loop.call_later(
                 PROBE_INTERVAL_UP if up else PROBE_INTERVAL_DOWN, self.resume
             )
             yield
             self.timer = None
+
+    def _check(self) -> Generator[None, None, ModelCheck]:
+        instance = self.instance
+        model = None if instance.state is State.UP else self.model
+        check = yield from check_instance(self, instance, model, self.key)
+        if check.problem is None and self.learn is not None:
+            problem = yield from self.learn(self, instance)
+            return ModelCheck(problem)
+        return check
 
 
 # --- Keys -----------------------------------------------------------------------------
@@ -1698,7 +1775,8 @@ FAMILIES = (
         "counter",
         "role instance kind",
         "Requests an instance failed. kind: refused, connect_timeout, reset, timeout, "
-        "malformed, too_large, 5xx, stream_error (the first event is an error)",
+        "malformed, too_large, 5xx, stream_error (the first event is an error), "
+        "no_descriptor (the proxy's own fault)",
     ),
     Family(
         "instance_relayed_bytes",
@@ -1914,6 +1992,8 @@ class Phase(enum.Enum):
     ANSWER = enum.auto()
     # The answer is out, the rest of a refused request is read and dropped.
     LINGER = enum.auto()
+    # The request that will be refused, as there are too many clients.
+    CROWDED = enum.auto()
 
 
 class ClientConnection(asyncio.Protocol):
@@ -1944,6 +2024,12 @@ class ClientConnection(asyncio.Protocol):
         self.service.clients.add(self)
         self.service.tally.accepted += 1
         self.deadline = monotonic() + HEAD_TIMEOUT
+        beyond = len(self.service.clients) - self.service.max_clients
+        if beyond > 0:
+            turned_away.note()
+            self.phase = Phase.CROWDED
+            if beyond > MAX_REFUSED_CLIENTS:
+                self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         phase = self.phase
@@ -1960,6 +2046,8 @@ class ClientConnection(asyncio.Protocol):
             self.buffer += data
             if len(self.buffer) > MAX_PIPELINED_BYTES:
                 self.transport.pause_reading()
+        elif phase is Phase.CROWDED:
+            self.refuse(retry_later("The proxy serves as many clients as it can"))
 
     def eof_received(self) -> None:
         """A client that ends its side is gone, as in vLLM's own server."""
@@ -2476,6 +2564,9 @@ class Service:
     def __init__(self, proxy: "Proxy", args: argparse.Namespace) -> None:
         self.proxy = proxy
         self.loop = asyncio.get_running_loop()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = descriptors - RESERVED_DESCRIPTORS
+        self.max_clients = max(free // DESCRIPTORS_PER_CLIENT, 1)
         self.max_body: int = args.max_body_size
         self.first_byte_timeout: float = args.first_byte_timeout
         self.clients: set[ClientConnection] = set()
@@ -3109,18 +3200,6 @@ def checked(leg: Leg) -> Leg:
     if leg.failure is None and leg.status < 400:
         raise bad_answer(leg.instance, f"status {leg.status}")
     return leg
-
-
-def unreachable(leg: Leg) -> ProxyError:
-    """The answer for a leg that failed."""
-    assert leg.failure is not None
-    role, words = leg.instance.cycler.role, leg.failure.words
-    return ProxyError(leg.failure.status, f"{role} instance {leg.instance} {words}")
-
-
-def no_instance(role: str) -> ProxyError:
-    retry = ("Retry-After", str(math.ceil(PROBE_INTERVAL_DOWN)))
-    return ProxyError(503, f"No {role} instance is available", retry)
 
 
 class Release(Script):

@@ -1037,6 +1037,7 @@ class ProxyProcess:
         env: additional environment variables.
         limits: module constants to scale down, by name; see scaled_proxy.py.
         trust: how its clients check its certificate, if it speaks TLS.
+        descriptors: how many files it may have open.
 
     """
 
@@ -1047,12 +1048,16 @@ class ProxyProcess:
         env: Mapping[str, str] | None = None,
         limits: Mapping[str, float] | None = None,
         trust: ssl.SSLContext | None = None,
+        descriptors: int | None = None,
     ) -> None:
         self.trust = trust
         command = [sys.executable, str(script)]
         if limits:
             scaled = [f"{name}={value}" for name, value in limits.items()]
             command = [sys.executable, str(SCALED_PROXY), str(script), *scaled, "--"]
+        if descriptors is not None:
+            limit = f'ulimit -n {descriptors} && exec "$0" "$@"'
+            command = ["bash", "-c", limit, *command]
         self.log: list[str] = []
         self.traceback_expected = False
         self._logged = threading.Condition()
@@ -1236,7 +1241,7 @@ class Cluster:
         limits: module constants to scale down.
         script: the proxy to run.
         connector: the proxy's `--kv-connector`, with what it takes besides.
-        trust: see `ProxyProcess`.
+        trust, descriptors: see `ProxyProcess`.
 
     """
 
@@ -1251,6 +1256,7 @@ class Cluster:
         script: Path = DISAGG_PROXY,
         connector: str = "auto",
         trust: ssl.SSLContext | None = None,
+        descriptors: int | None = None,
     ) -> None:
         self.p = self._engines("prefill", prefill)
         self.d = self._engines("decode", decode)
@@ -1266,7 +1272,9 @@ class Cluster:
         if connector != "auto":
             argv += ["--kv-connector", connector]
         argv += ["--decode", *(each.instance for each in self.d)]
-        self.proxy = ProxyProcess([*argv, *args], script, env, limits, trust)
+        self.proxy = ProxyProcess(
+            [*argv, *args], script, env, limits, trust, descriptors
+        )
         self.connect = self.proxy.connect
         self.request = self.proxy.request
 
