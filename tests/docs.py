@@ -201,6 +201,16 @@ def cell(names: list[str]) -> str:
     )
 
 
+# --- What the files have --------------------------------------------------------------
+
+
+def file_rows() -> Iterator[list[str]]:
+    """Each module below `tests/`, and the first line of its docstring."""
+    for path in sorted(TESTS.rglob("*.py"), key=lambda path: (len(path.parts), path)):
+        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        yield [f"`{path.relative_to(TESTS)}`", said.partition("\n")[0]]
+
+
 # --- Pictures -------------------------------------------------------------------------
 
 # The colours of `docs/request.svg`, and what they are on a dark page.
@@ -239,7 +249,8 @@ def documents(tests: Iterable[str]) -> Iterator[tuple[Path, str]]:
     light = TESTS / "docs" / "request.svg"
     yield light.with_stem("request-dark"), darkened(light.read_text())
     index = TESTS / "README.md"
-    yield index, replaced(index.read_text(), "bugs", bugs(tests))
+    text = replaced(index.read_text(), "files", table(["file", "what"], file_rows()))
+    yield index, replaced(text, "bugs", bugs(tests))
 
 
 def main() -> None:

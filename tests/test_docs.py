@@ -55,6 +55,16 @@ def test_an_id_is_found_in_names_and_in_parametrize_ids() -> None:
     )
 
 
+# The reports go by these numbers, with gaps.
+GAPS = {7, 8, 13, 17, 25, 27, 30, 35, 42, 44, 57, 58, 73, 77, 80}
+REPORTS = {f"B{number:02}" for number in range(1, 94) if number not in GAPS}
+
+
+def test_every_report_has_a_test(tests: list[str]) -> None:
+    named = {bug.upper() for test in tests for bug, _ in docs.bugs_of(test)}
+    assert named == REPORTS
+
+
 def words(text: str) -> list[str]:
     """The words of a text, without what Markdown puts around them."""
     for mark in ("<br>", *"`;,:|()"):
