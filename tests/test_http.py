@@ -378,6 +378,40 @@ def test_b68_b67_what_is_legal_is_served(
         assert [each.json()["prompt"] for each in engine.requests] == prompts
 
 
+UPGRADES = {
+    "websocket": {
+        "Connection": "keep-alive, Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+        "Sec-WebSocket-Version": "13",
+    },
+    "h2c": {
+        "Connection": "Upgrade, HTTP2-Settings",
+        "Upgrade": "h2c",
+        "HTTP2-Settings": "AAMAAABkAAQAAP__",
+    },
+    "tls": {"Connection": "upgrade", "Upgrade": "TLS/1.2, HTTP/1.1"},
+    "two lines": {"Connection": "Upgrade", "Upgrade": "websocket\r\nUpgrade: h2c"},
+}
+
+
+@pytest.mark.parametrize("offer", UPGRADES)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_an_offer_to_upgrade_is_ignored(pair: Cluster, method: str, offer: str) -> None:
+    body = {"prompt": "a"} if method == "POST" else None
+    with pair.connect() as client:
+        # What follows is a request, not the other protocol.
+        for _ in range(2):
+            response = client.request(
+                method, "/v1/realtime", body, UPGRADES[offer]
+            ).finish()
+            assert response.status == 200
+            assert response.header("upgrade") is None
+            leg = pair.d[0].next_request()
+            for name in ("upgrade", "connection", "http2-settings"):
+                assert leg.header(name) in (None, "keep-alive")
+
+
 def test_b68_a_value_reaches_the_engine_byte_for_byte(pair: Cluster) -> None:
     with pair.connect() as client:
         client.send(post(b"X: \xff\x80 a\tb", LENGTH, body=CONTENT))
