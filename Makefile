@@ -7,7 +7,7 @@ CHECKED := $(SOURCES) tests
 SCRIPTS := $(wildcard *.sh) .ci/run
 PIP := xargs $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo demo-moriio test lint soak fuzz docs dropin e2e clean
+.PHONY: demo demo-moriio test lint soak fuzz docs bench dropin e2e clean
 
 # Two prefill and two decode engines (simulated), the proxy, one streamed answer.
 # KEEP=1 goes on until Ctrl-C.
@@ -41,6 +41,21 @@ fuzz: $(BIN)/.dev
 # Writes the tables of README.md and tests/README.md anew.
 docs: $(BIN)/.dev
 	$(BIN)/python tests/docs.py
+
+# Side by side with other proxies: a quarter of an hour. QUICK=1: one short round.
+# VLLM=path: vLLM's demo too. haproxy and nginx take part where they are installed:
+# apt-get install haproxy nginx-light
+bench: $(BIN)/.runtime .cache/bench/.ready
+	@$(BIN)/python tests/bench/compare.py $(if $(QUICK),--quick) \
+	    --vllm "$(or $(VLLM),$(VLLM_SOURCE))"
+
+# One by one: not everybody can be had everywhere.
+.cache/bench/.ready: pyproject.toml
+	@echo "Setting up .cache/bench"
+	@$(PYTHON) -m venv .cache/bench
+	@$(BIN)/python tests/requirements.py bench | xargs -n 1 .cache/bench/bin/python \
+	    -m pip install -qq --disable-pip-version-check || echo "Some are missing"
+	@touch $@
 
 # Copies the scripts into a vLLM source tree, and has it judge them.
 dropin: $(BIN)/.dev

@@ -8,6 +8,7 @@ A part stands between two comments, `<!-- NAME: begin -->` and `<!-- NAME: end -
 
 import argparse
 import ast
+import json
 import subprocess
 import sys
 from collections import defaultdict
@@ -16,9 +17,10 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-sys.path[:0] = [str(ROOT), str(TESTS)]
+sys.path[:0] = [str(ROOT), str(TESTS), str(TESTS / "bench")]
 
 import fault_table  # noqa: E402
+import report  # noqa: E402
 
 import disagg_proxy  # noqa: E402
 import kv_events_subscriber  # noqa: E402
@@ -213,7 +215,7 @@ def file_rows() -> Iterator[list[str]]:
 
 # --- Pictures -------------------------------------------------------------------------
 
-# The colours of `docs/request.svg`, and what they are on a dark page.
+# The colours of the pictures in `docs/`, and what they are on a dark page.
 DARK = {
     "#1f2328": "#e6edf3",
     "#57606a": "#9198a1",
@@ -245,9 +247,16 @@ def documents(tests: Iterable[str]) -> Iterator[tuple[Path, str]]:
     text = replaced(text, "flags of kv_events_subscriber.py", follow)
     for name, table_of_kind in fault_table.tables().items():
         text = replaced(text, name, table_of_kind)
+    measured = json.loads((TESTS / "bench" / "measured.json").read_text())
+    text = replaced(text, "performance", report.markdown(measured))
+    text = replaced(text, "capacity", report.capacity(measured))
     yield readme, replaced(text, "limits", limits())
-    light = TESTS / "docs" / "request.svg"
-    yield light.with_stem("request-dark"), darkened(light.read_text())
+    pictures = TESTS / "docs"
+    request = (pictures / "request.svg").read_text()
+    yield pictures / "request-dark.svg", darkened(request)
+    performance = report.plot(measured)
+    yield pictures / "performance.svg", performance
+    yield pictures / "performance-dark.svg", darkened(performance)
     index = TESTS / "README.md"
     text = replaced(index.read_text(), "files", table(["file", "what"], file_rows()))
     yield index, replaced(text, "bugs", bugs(tests))
