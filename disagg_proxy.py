@@ -2806,8 +2806,6 @@ class Pair(NamedTuple):
     prefill_params: Raw
     # The legs run side by side, unless these are made of what P answers.
     decode_params: Raw | DecodeParams
-    # Members that replace the client's on the P leg.
-    prefill_members: Members = {}
     # Further header lines.
     prefill_fields: bytes = b""
     decode_fields: bytes = b""
@@ -2824,6 +2822,8 @@ class Connector:
     pairs = False
     # Whether the legs find each other by their X-Request-Id.
     by_request_id = False
+    # Whether P hands over only what ends by length: D would wait for the rest.
+    by_length = False
 
     def prefill_params(self) -> Raw:
         """`kv_transfer_params` of the P leg."""
@@ -2953,6 +2953,7 @@ class MooncakeConnector(Connector):
     """
 
     pairs = True
+    by_length = True
 
     def adopt(self, instance: Instance, settings: Mapping[str, object]) -> None:
         port = setting(settings, "bootstrap_port", int, 8998)
@@ -2993,8 +2994,6 @@ class MooncakeConnector(Connector):
             request_id_line(f"{random.getrandbits(128):032x}"),
             prefill_params=Raw(encode_json({**p, "transfer_id": transfer})),
             decode_params=Raw(encode_json(d)),
-            # Only a P that ends by length hands its blocks over.
-            prefill_members={"ignore_eos": TRUE},
             prefill_fields=b"X-data-parallel-rank: %d\r\n" % rank,
         )
 
@@ -3126,6 +3125,8 @@ class Endpoint(NamedTuple):
     bypass: Callable[[Members], str | None]
     # Whether the engine makes its own id from the X-Request-Id.
     takes_request_id: bool = True
+    # Whether P can be told to go on where an answer ends.
+    takes_ignore_eos: bool = True
     # Whether D gets the prompt as the tokens that P made of it.
     token_ids: bool = False
 
@@ -3136,7 +3137,7 @@ ENDPOINTS = {
     "/v1/chat/completions": Endpoint(
         ONE_TOKEN, functools.partial(completion_bypass, chat=True)
     ),
-    "/v1/messages": Endpoint(ONE_TOKEN, lambda members: None),
+    "/v1/messages": Endpoint(ONE_TOKEN, lambda members: None, takes_ignore_eos=False),
     "/v1/responses": Endpoint(
         {"stream": FALSE, "max_output_tokens": ONE, "store": FALSE},
         responses_bypass,
@@ -3396,6 +3397,8 @@ class Proxy:
             x.on_start = self.note_holder
             if self.connector.by_request_id:
                 reason = reason or "request_id"
+        if self.connector.by_length and not endpoint.takes_ignore_eos:
+            reason = "ignore_eos"
         if reason:
             x.mode = BYPASS
             x.client.service.tally.bypassed[reason] += 1
@@ -3585,7 +3588,9 @@ class Proxy:
         may come before the KV, so nothing is given to the client before P has
         succeeded: until then the pair can be replaced.
         """
-        own = {**endpoint.prefill, **pair.prefill_members}
+        own = endpoint.prefill
+        if self.connector.by_length:
+            own = {**own, "ignore_eos": TRUE}
         body = prefill_body(members, own, pair.prefill_params)
         fields = pair.request_id + pair.prefill_fields + IDENTITY
         p = x.post(pair.prefill, body, fields, whole=True)

@@ -47,7 +47,6 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from disagg_proxy import (
     NULL,
-    TRUE,
     Connector,
     Exchange,
     Instance,
@@ -240,6 +239,7 @@ class MoRIIOConnector(Connector):
 
     pairs = True
     by_request_id = True
+    by_length = True
 
     def __init__(self) -> None:
         # By `host:port`.
@@ -270,8 +270,6 @@ class MoRIIOConnector(Connector):
             decode_params=Raw(encode_json(whole_d))
             if p["transfer_mode"] == "WRITE"
             else functools.partial(read_params, whole_d),
-            # P hands over only what ends by length.
-            prefill_members={"ignore_eos": TRUE},
             prefill_fields=pin(p_rank),
             decode_fields=pin(d_rank),
         )

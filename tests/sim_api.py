@@ -788,6 +788,7 @@ class Messages(Api):
         for name in ("messages", "max_tokens"):
             if not getattr(body, name):
                 raise missing(name)
+        body.ignore_eos = None  # Not a member of this endpoint.
         return [make_prompt(padded(canonical(body.messages)), shape)]
 
     def error(self, refused: Refused) -> bytes:
@@ -795,7 +796,7 @@ class Messages(Api):
         return encode({"type": "error", "error": error})
 
     def error_event(self, refused: Refused) -> bytes:
-        return b"event: error\ndata: %b\n\n%b" % (self.error(refused), DONE)
+        return b"event: error\ndata: %b\n\n" % self.error(refused)
 
     def envelope(self, answer: Answer, content: list[JSON], reason: Any) -> JSON:
         return {
@@ -828,7 +829,7 @@ class Messages(Api):
         usage = {"output_tokens": answer.sequences[0].length}
         end = named_event("content_block_stop", index=0)
         end += named_event("message_delta", delta=delta, usage=usage)
-        return end + named_event("message_stop") + DONE
+        return end + named_event("message_stop")
 
     def whole(self, answer: Answer) -> bytes:
         block = {"type": "text", "text": answer.sequences[0].whole_text()}

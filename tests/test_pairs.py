@@ -23,7 +23,7 @@ from rig import (
 )
 from sim_process import SimProcess
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 BODY = b'{"model":"m","prompt":"hi","max_tokens":4}'
 STREAM = BODY[:-1] + b',"stream":true}'
 MEBIBYTE = 1 << 20
@@ -151,6 +151,27 @@ def test_engines_that_enforce_the_contract_are_content(connector: str) -> None:
         stats = [each.stats() for each in (*sim.p, *sim.d)]
         assert [each["bad_handovers"] for each in stats] == [0, 0, 0, 0]
         assert [each["handovers"]["used"] for each in stats[:2]] == [4, 4]
+
+
+@pytest.mark.parametrize("connector", ["nixl-push", "mooncake"])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", MESSAGES])
+def test_an_answer_that_ends_with_its_first_token_is_given(
+    connector: str, path: str
+) -> None:
+    # Under Mooncake, P then hands nothing over and D waits for minutes, so that P is
+    # told to go on; what cannot be told so (messages) is D's alone.
+    said = [{"role": "user", "content": "ends <eos@0>"}]
+    body = {"model": MODEL, "max_tokens": 5, "prompt": "ends <eos@0>"}
+    body = body if path == COMPLETIONS else {**body, "messages": said}
+    with (
+        SimProcess("--connector", connector) as sim,
+        ProxyProcess(arguments(sim, connector)) as proxy,
+    ):
+        got = proxy.request("POST", path, body)
+        assert got.status == 200
+        alone = connector == "mooncake" and path == MESSAGES
+        assert sim.p[0].stats()["handovers"]["used"] == (0 if alone else 1)
+        assert sim.d[0].stats()["bad_handovers"] == 0
 
 
 def test_a_mooncake_p_that_was_restarted_is_asked_for_its_new_engine_id() -> None:

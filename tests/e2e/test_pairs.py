@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from e2e import engines, workload
 from e2e.engines import Engine, EngineServer, Fleet
-from e2e.workload import LONG, Question
+from e2e.workload import LONG, MESSAGES, RESPONSES, Question
 from rig import JSON, poll
 
 GENERATED = "vllm:generation_tokens_total"
 RUNNING = "vllm:num_requests_running"
+# Of the tiny model.
+EOS_ID = 2
 
 
 @pytest.fixture(scope="module", params=["nixl-push", "mooncake"])
@@ -50,6 +52,32 @@ def test_sixty_requests_of_every_kind_answer_as_one_plain_engine_does(
     for question, ours, theirs in zip(asked, answers, expected, strict=True):
         assert ours == theirs, question
     assert ledger.prefilled == sum(question.two_legs for question in asked)
+
+
+def test_responses_and_messages_answer_as_one_plain_engine_does(fleet: Fleet) -> None:
+    # A response has an id of the engine's own, by which push cannot find its other
+    # leg; a message may end with its first token, of which Mooncake moves nothing.
+    two_legs = RESPONSES if fleet.name == "mooncake" else MESSAGES
+    asked = workload.newer("newer pairs")
+    with fleet.counted() as ledger:
+        answers = workload.ask_all(fleet.proxy.address, asked)
+    expected = workload.ask_all(fleet.plain.address, asked)
+    for question, ours, theirs in zip(asked, answers, expected, strict=True):
+        assert ours == theirs, question
+    assert ledger.prefilled == sum(question.path == two_legs for question in asked)
+
+
+def test_answers_that_end_with_their_first_token_are_given(fleet: Fleet) -> None:
+    ends = {"logit_bias": {str(EOS_ID): 100}}
+    asked = [
+        Question(question.path, question.body | ends)
+        for question in workload.cold("it is over", 4)
+    ]
+    with fleet.counted() as ledger:
+        answers = workload.ask_all(fleet.proxy.address, asked)
+    assert answers == workload.ask_all(fleet.plain.address, asked)
+    assert {answer["usage"]["completion_tokens"] for answer in answers} == {1}
+    assert ledger.external == ledger.prompt_tokens > 0
 
 
 @pytest.mark.parametrize("question", [workload.completion, workload.chat])
