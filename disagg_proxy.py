@@ -4101,7 +4101,6 @@ class Supervisor:
         self.slots = [Slot(index) for index in range(count)]
         # Those that have never served.
         self.missing = set(self.slots)
-        self.failed = False
         # What workers that have ended are known to have counted: a sum that fell
         # would be taken for a new start, and counted twice.
         self.left: Snapshot = {}
@@ -4130,8 +4129,7 @@ class Supervisor:
                 logger.error("worker %d cannot be made: %s", slot.index, err)
                 self.start_later(slot)
         self.loop.close()
-        if self.failed:
-            raise SystemExit(1)
+        self.stop.result()
 
     def start(self, slot: Slot) -> None:
         """Makes the process of a worker."""
@@ -4198,8 +4196,7 @@ class Supervisor:
         if self.stop.done():
             self.turns.put_nowait(None)
         elif self.slots[0] in self.missing:
-            self.failed = True
-            self.stop.set_result(None)
+            self.stop.set_exception(SystemExit(1))
         else:
             logger.error("worker %d has ended with status %d", slot.index, status)
             self.start_later(slot)
