@@ -116,6 +116,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("disagg_proxy")
+# Has a line for each request where `--access-log` is given, whatever the level.
+access_logger = logging.getLogger("disagg_proxy.access")
+access_logger.setLevel(logging.INFO)
 
 # --- Limits and timeouts --------------------------------------------------------------
 
@@ -139,6 +142,8 @@ MAX_CUT_MEMBERS = 1024
 MAX_PIPELINED_BYTES = 64 * 1024
 # Bytes of a client's X-Request-Id that are given back.
 MAX_REQUEST_ID_BYTES = 512
+# Bytes of a path that are logged.
+MAX_LOGGED_PATH_BYTES = 512
 # Responses whose decode instance is remembered: a day of one in a second.
 MAX_HOLDERS = 100_000
 # Bytes from the start of an answer that have a response's id: it comes first.
@@ -443,6 +448,9 @@ class RequestHead:
         if self.target[:1] != b"/":
             self._absolute()
         self.path = known_path(self.target)
+        # The client's own id, where it can be shown.
+        given = self.owned.get(b"x-request-id", b"")[:MAX_REQUEST_ID_BYTES]
+        self.given_id = b"" if given.translate(None, VISIBLE_ASCII) else given
         # The request line of a leg.
         self.start = b"%s %s HTTP/1.1\r\n" % (self.method, self.target)
 
@@ -1877,10 +1885,59 @@ class Times:
         return self.folded.copy()
 
 
-class Tally:
-    """What a process counts: numbers and lists, so that a request costs little."""
+def logged_head(head: RequestHead) -> dict[str, object]:
+    """What the access log says of a request's head; a query might hold secrets."""
+    path = head.target.partition(b"?")[0][:MAX_LOGGED_PATH_BYTES]
+    return {"method": head.method.decode(), "path": path.decode("latin-1")}
 
-    def __init__(self) -> None:
+
+def milliseconds(start: float, end: float) -> float | None:
+    """The time between two clock readings; None if one of them was not made."""
+    return round((end - start) * 1000, 1) if start and end else None
+
+
+def log_request(x: "Exchange", end: str, now: float) -> None:
+    """Writes a line of the access log.
+
+    Args:
+        x: a request that is over, while its legs are there.
+        end: whether its answer is "whole", or why not.
+        now: when that was.
+
+    """
+    p = next((leg for leg in reversed(x.legs) if leg.whole), None)
+    d = next((leg for leg in reversed(x.legs) if not leg.whole), None)
+    given = x.head.given_id
+    fields = {
+        # As the engines have it.
+        "id": x.request_id.partition(b": ")[2].strip().decode(),
+        **({"client_id": given.decode()} if given else {}),
+        **logged_head(x.head),
+        "status": x.status or None,
+        "end": end,
+        "mode": x.mode,
+        "prefill": str(p.instance) if p else None,
+        "decode": str(d.instance) if d else None,
+        "prefill_ms": milliseconds(p.begun, p.answered) if p else None,
+        # Since the request came.
+        "first_byte_ms": milliseconds(x.began, d.answered) if d else None,
+        "total_ms": milliseconds(x.began, now),
+        # To the client, heads among them.
+        "bytes": x.size,
+    }
+    access_logger.info("request", extra=fields)
+
+
+class Tally:
+    """What a process counts: numbers and lists, so that a request costs little.
+
+    Args:
+        access_log: whether each request leaves a line in the log.
+
+    """
+
+    def __init__(self, access_log: bool) -> None:
+        self.access_log = access_log
         # Since `fold`, requests with two legs and a 200: path, begin, begin and end
         # of prefill, begin and head of decode, end. One tuple of what is there
         # costs a third of taking it apart at once.
@@ -1890,7 +1947,9 @@ class Tally:
         self.prefill, self.hand_over = Times(), Times()
         self.first_byte = {mode: Times() for mode in (TWO_LEGS, BYPASS, ONE_LEG)}
         self.total = {mode: Times() for mode in MODES}
-        self.accepted = self.aborted = self.cut = 0
+        # Connections; answers that were not whole, by why.
+        self.accepted = 0
+        self.partial: Counter[str] = Counter()
         self.bypassed: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
         self.failovers: Counter[str] = Counter()
@@ -1898,6 +1957,8 @@ class Tally:
     def answered(self, x: "Exchange", now: float) -> None:
         """Takes in a request whose answer is out, while its legs are there."""
         legs, path = x.legs, x.head.path
+        if self.access_log:
+            log_request(x, "whole", now)
         if x.mode is TWO_LEGS and x.status == 200 and len(legs) == 2:
             p, d = legs
             if p.status == 200:
@@ -1905,10 +1966,16 @@ class Tally:
                 self.usual.append(row)
                 return
         self.total[x.mode].new.append(now - x.began)
-        self.over(x)
+        self._over(x)
 
-    def over(self, x: "Exchange") -> None:
-        """Takes in a request that is over, however it ended."""
+    def lost(self, x: "Exchange", why: str) -> None:
+        """Takes in a request whose answer is "cut", or whose client has "aborted"."""
+        self.partial[why] += 1
+        if self.access_log:
+            log_request(x, why, monotonic())
+        self._over(x)
+
+    def _over(self, x: "Exchange") -> None:
         self.requests[x.head.path, x.mode, x.status] += 1
         prefilled = math.inf
         for leg in x.legs:
@@ -1924,6 +1991,9 @@ class Tally:
     def refused(self, head: RequestHead | None, status: int) -> None:
         """Takes in a request that was not read to its end."""
         self.requests[head.path if head else "other", OWN, status] += 1
+        if self.access_log:
+            fields = logged_head(head) if head else {}
+            access_logger.info("refused", extra={**fields, "status": status})
 
     def again(self, leg: Leg) -> None:
         """Counts a further try of what a leg has failed."""
@@ -1951,8 +2021,8 @@ class Tally:
         """What was counted here until now."""
         self.fold()
         counted: Snapshot = {
-            "aborted_requests": {"": [self.aborted]},
-            "cut_answers": {"": [self.cut]},
+            "aborted_requests": {"": [self.partial["aborted"]]},
+            "cut_answers": {"": [self.partial["cut"]]},
             "client_connections_accepted": {"": [self.accepted]},
             "prefill_duration_seconds": {"": self.prefill.fold()},
             "hand_over_duration_seconds": {"": self.hand_over.fold()},
@@ -2287,6 +2357,8 @@ class Exchange(Script):
         self.mode = OWN
         # The status of the answer; 0 until the client has seen a byte of it.
         self.status = 0
+        # Bytes of it; of a stream only where they are logged.
+        self.size = 0
         # The leg whose answer is being passed on.
         self.feeding: Leg | None = None
         # Is shown the first bytes of D's body, and which D it was.
@@ -2386,6 +2458,7 @@ class Exchange(Script):
 
     def write(self, data: bytes) -> None:
         """Bytes to the client."""
+        self.size += len(data)
         self.client.transport.write(data)
 
     async def drain(self) -> None:
@@ -2410,9 +2483,9 @@ class Exchange(Script):
             field = b"Connection: close\r\n"
         elif not self.head.modern:
             field = b"Connection: keep-alive\r\n"
-        given = self.head.owned.get(b"x-request-id")
-        if given and not given.translate(None, VISIBLE_ASCII):
-            field += b"X-Request-Id: %s\r\n" % given[:MAX_REQUEST_ID_BYTES]
+        given = self.head.given_id
+        if given:
+            field += b"X-Request-Id: %s\r\n" % given
         return field + CRLF
 
     def relay(self, leg: Leg) -> Steps | None:
@@ -2436,7 +2509,8 @@ class Exchange(Script):
             ConnectionError: the engine failed in mid-answer.
 
         """
-        write = self.client.transport.write
+        logged = self.client.service.tally.access_log
+        write = self.write if logged else self.client.transport.write
         # There is no second try any more, and an answer may take hours.
         self.body = self.fields = b""
         if not leg.done:
@@ -2504,8 +2578,7 @@ class Exchange(Script):
 
     def client_left(self) -> None:
         """Nobody wants the answer: whatever works on it is stopped."""
-        self.client.service.tally.aborted += 1
-        self.client.service.tally.over(self)
+        self.client.service.tally.lost(self, "aborted")
         self.cancel()
 
     def ended(self, err: Exception | None) -> None:
@@ -2515,8 +2588,7 @@ class Exchange(Script):
             return
         if err is not None and self.status:
             logger.warning("answer cut short: %s", err)
-            tally.cut += 1
-            tally.over(self)
+            tally.lost(self, "cut")
             client.cut(self.head.modern)
             return
         if err is not None:
@@ -2570,7 +2642,7 @@ class Service:
         self.max_body: int = args.max_body_size
         self.first_byte_timeout: float = args.first_byte_timeout
         self.clients: set[ClientConnection] = set()
-        self.tally = Tally()
+        self.tally = Tally(args.access_log)
         # Set once SIGTERM has come: no further requests.
         self.stopping = False
         self.empty = self.loop.create_future()
@@ -3592,6 +3664,7 @@ class Proxy:
         if self.connector.by_length:
             own = {**own, "ignore_eos": TRUE}
         body = prefill_body(members, own, pair.prefill_params)
+        x.request_id = pair.request_id
         fields = pair.request_id + pair.prefill_fields + IDENTITY
         p = x.post(pair.prefill, body, fields, whole=True)
         params: Raw | None
@@ -4274,11 +4347,19 @@ ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))
 RECORD_MEMBERS = vars(logging.makeLogRecord({})).keys() | words("message asctime")
 
 
+def extra_members(record: logging.LogRecord) -> dict[str, Any]:
+    """What came with a record."""
+    return {k: v for k, v in vars(record).items() if k not in RECORD_MEMBERS}
+
+
 class TextFormatter(logging.Formatter):
-    """One line for each record; the lines of a traceback are indented."""
+    """A record and all that came with it in one line; a traceback is indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return super().formatMessage(record).translate(ESCAPED)
+        words = [super().formatMessage(record)]
+        for name, value in extra_members(record).items():
+            words.append(f"{name}={'-' if value is None else value}")
+        return " ".join(words).translate(ESCAPED)
 
     def formatException(self, ei: Any) -> str:
         lines = super().formatException(ei).split("\n")
@@ -4295,7 +4376,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "message": record.getMessage(),
         }
-        line |= {k: v for k, v in vars(record).items() if k not in RECORD_MEMBERS}
+        line |= extra_members(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         # In ASCII, where JSON escapes all of ESCAPED but one.
@@ -4707,6 +4788,11 @@ def add_server_flags(parser: argparse.ArgumentParser, host: str, port: int) -> N
         choices=["json", "text"],
         default="text",
         help="how: lines for people, or one JSON object a line",
+    )
+    parser.add_argument(
+        "--access-log",
+        action="store_true",
+        help="log a line for each request: who served it, how long it took",
     )
 
 
