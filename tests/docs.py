@@ -131,6 +131,23 @@ def limits() -> str:
     return table(["constant", "value", "meaning"], limit_rows(source))
 
 
+# --- Metrics --------------------------------------------------------------------------
+
+
+def metric_rows() -> Iterator[list[str]]:
+    """Name, type, labels and meaning of each family of metrics."""
+    for family in disagg_proxy.FAMILIES:
+        name = f"pd_proxy_{family.name}"
+        name += "_total" if family.kind == "counter" else ""
+        labels = ", ".join(f"`{each}`" for each in family.labels.split())
+        yield [f"`{name}`", family.kind, labels, family.help]
+
+
+def metrics() -> str:
+    """The table of the proxy's metrics."""
+    return table(["name", "type", "labels", "meaning"], metric_rows())
+
+
 # --- Bug reports and their tests ------------------------------------------------------
 
 
@@ -250,6 +267,7 @@ def documents(tests: Iterable[str]) -> Iterator[tuple[Path, str]]:
     measured = json.loads((TESTS / "bench" / "measured.json").read_text())
     text = replaced(text, "performance", report.markdown(measured))
     text = replaced(text, "capacity", report.capacity(measured))
+    text = replaced(text, "metrics", metrics())
     yield readme, replaced(text, "limits", limits())
     pictures = TESTS / "docs"
     request = (pictures / "request.svg").read_text()
