@@ -1261,9 +1261,10 @@ class Cluster:
         self.p = self._engines("prefill", prefill)
         self.d = self._engines("decode", decode)
         self.engines = [*self.p, *self.d]
-        argv = ["--model", model]
+        # A flag once for all: upstream's own parser knows no other way.
+        argv = ["--model", model, "--prefill"]
         for each in self.p:
-            argv += ["--prefill", each.instance]
+            argv.append(each.instance)
             if connector == "mooncake":
                 argv.append(str(each.port))
         if connector == "nixl-push":
