@@ -4750,6 +4750,12 @@ def add_server_flags(parser: argparse.ArgumentParser, host: str, port: int) -> N
         metavar="SECONDS",
         help="how long running answers may take to finish after SIGTERM",
     )
+    add_access_flags(parser)
+    add_log_flags(parser)
+
+
+def add_access_flags(parser: argparse.ArgumentParser) -> None:
+    """Who may do what, and how the connection is protected."""
     parser.add_argument(
         "--api-key",
         nargs="+",
@@ -4777,6 +4783,10 @@ def add_server_flags(parser: argparse.ArgumentParser, host: str, port: int) -> N
         action="store_true",
         help="let clients reach the engines' control routes (sleep, LoRA, ...)",
     )
+
+
+def add_log_flags(parser: argparse.ArgumentParser) -> None:
+    """What is logged, and how."""
     parser.add_argument(
         "--log-level",
         choices=["debug", "info", "warning", "error"],
