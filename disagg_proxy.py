@@ -2307,17 +2307,15 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
 
     def peer_has_ended(self) -> bool:
-        """Whether the client has closed or reset a connection that is not read."""
-        if len(self.buffer) <= MAX_PIPELINED_BYTES:
+        """Whether the client has ended a connection that is not read, or is full."""
+        full = self.exchange is not None and not self.writable
+        if not full and len(self.buffer) <= MAX_PIPELINED_BYTES:
             return False
         sock = self.transport.get_extra_info("socket")
         return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in TCP_ENDED
 
     def tick(self, now: float) -> None:
         """Looks at the deadline of what the connection waits for."""
-        if self.exchange is not None and self.transport.is_closing():
-            # It has ended its side, and does not read what it was sent before.
-            self.transport.abort()
         if self.peer_has_ended():
             self.transport.abort()
         if now < self.deadline:

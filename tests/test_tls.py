@@ -278,6 +278,29 @@ def test_clients_that_never_say_goodbye_do_not_delay_the_end(tls: Tls) -> None:
         assert cluster.proxy.wait_exit() == 0
 
 
+def test_no_socket_stays_behind(tls: Tls) -> None:
+    limits = QUICK | {"ENGINE_IDLE_TIMEOUT": 0.1}
+    with Cluster(args=tls.args, trust=tls.trust, limits=limits) as cluster:
+        cluster.proxy.wait_idle()
+        before = cluster.proxy.open_sockets()
+        ways = [
+            *(RawClient.half_close, end_without_goodbye, RawClient.reset),
+            RawClient.close,
+        ]
+        for leave in ways * 5:
+            with cluster.connect() as client:
+                leave(client)
+            with cluster.connect() as client:
+                client.send(http_request("POST", COMPLETIONS, BODY)[:-5])
+                leave(client)
+            with cluster.connect() as client:
+                streaming(cluster, client)
+                leave(client)
+        cluster.proxy.wait_idle()
+        poll(lambda: cluster.proxy.open_sockets() <= before, "all are closed")
+    assert len(cluster.proxy.log) < 20, cluster.proxy.log
+
+
 # --- What is not TLS ------------------------------------------------------------------
 
 
