@@ -4220,6 +4220,8 @@ class Supervisor:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
             theirs.close()
+            if slot.pid == 0:
+                link.transport.abort()
 
     def work(self, slot: Slot, channel: socket.socket) -> NoReturn:
         """Serves as a worker, in the new process, which stops at a word only."""
@@ -4299,7 +4301,7 @@ class Supervisor:
     def ready(self, slot: Slot) -> None:
         """A worker serves: after the first the others may start."""
         slot.serves = True
-        if slot in self.missing:
+        if slot in self.missing and not self.stop.done():
             self.missing.remove(slot)
             if not self.missing:
                 self.server.announce(slot.listening[0])

@@ -603,6 +603,31 @@ def test_a_worker_that_dies_at_its_start_does_not_spin(tmp_path: Path) -> None:
         assert client.post(COMPLETIONS, BODY).finish().status == 200
 
 
+NO_SECOND_FORK = """
+forks = []
+fork = os.fork
+
+def fork_but_once():
+    forks.append(1)
+    if len(forks) == 2:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = fork_but_once
+disagg_proxy.RESTART_INTERVAL = 0.01
+args.workers = 2
+ProxyServer(args).run_server()
+"""
+
+
+def test_a_worker_that_cannot_be_made_is_tried_again(tmp_path: Path) -> None:
+    script = tmp_path / "my_proxy.py"
+    script.write_text(PREAMBLE + "import os\n" + NO_SECOND_FORK)
+    with Cluster(1, 1, script=script) as cluster:
+        assert len(one_each(cluster.proxy)) == 2
+        cluster.proxy.wait_log("worker 1 cannot be made: [Errno 11]")
+
+
 # --- Start and end --------------------------------------------------------------------
 
 
