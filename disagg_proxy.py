@@ -392,6 +392,7 @@ KNOWN_PATHS = frozenset(
         "/v1/models",
         "/v1/rerank",
         "/v1/responses",
+        "/v1/responses/{id}",
         "/v1/score",
         "/v2/embed",
         "/v2/rerank",
@@ -403,6 +404,8 @@ KNOWN_PATHS = frozenset(
 def known_path(target: bytes) -> str:
     """The path of a target if it is known, else "other"."""
     path = unquote_to_bytes(target.partition(b"?")[0]).decode("latin-1")
+    if path.startswith("/v1/responses/"):
+        return "/v1/responses/{id}"
     return path if path in KNOWN_PATHS else "other"
 
 
@@ -1466,6 +1469,7 @@ class InstanceCycler:
         """Takes an instance out."""
         if instance in self.instances:
             self.instances.remove(instance)
+            logger.info("%s %s has left", self.role, instance)
             self.refresh()
             instance.close()
 
@@ -1712,7 +1716,12 @@ FAMILIES = (
         "",
         "Requests whose client left before the answer was whole",
     ),
-    Family("cut_answers", "counter", "", "Answers cut because an instance failed"),
+    Family(
+        "cut_answers",
+        "counter",
+        "",
+        "Answers cut because an instance failed or the time to drain was over",
+    ),
     Family(
         "retries",
         "counter",
@@ -2138,7 +2147,7 @@ class ClientConnection(asyncio.Protocol):
         self.service.left(self)
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
-            exchange.client_left()
+            exchange.give_up("aborted")
 
     # Reading a request.
 
@@ -2574,9 +2583,14 @@ class Exchange(Script):
         elif self.drained is not None and not self.drained.done():
             self.drained.set_result(None)
 
-    def client_left(self) -> None:
-        """Nobody wants the answer: whatever works on it is stopped."""
-        self.client.service.tally.lost(self, "aborted")
+    def give_up(self, why: str) -> None:
+        """The client will get no more: whatever works on it is stopped.
+
+        Args:
+            why: see `Tally.lost`.
+
+        """
+        self.client.service.tally.lost(self, why)
         self.cancel()
 
     def ended(self, err: Exception | None) -> None:
@@ -2689,8 +2703,10 @@ class Service:
             await asyncio.wait([self.empty], timeout=seconds)
         for client in list(self.clients):
             exchange = client.exchange
+            if exchange is not None:
+                exchange.give_up("cut")
+                client.exchange = None
             if exchange is not None and not exchange.head.modern:
-                exchange.client_left()
                 client.cut(framed=False)
             else:
                 client.transport.abort()
@@ -4430,6 +4446,7 @@ class Server:
             Supervisor(self, workers).run()
         else:
             uvloop.run(self.serve())
+        logger.info("stopped")
 
     async def serve(self, worker: Worker | None = None) -> None:
         """The same in a running loop, as the only process or as one of several."""

@@ -4,6 +4,7 @@
 
 import json
 import logging
+import signal
 
 import pytest
 from moriio_rig import Fleet
@@ -14,6 +15,7 @@ from rig import (
     SSE_HEAD,
     Close,
     Cluster,
+    End,
     Gate,
     ProxyProcess,
     Step,
@@ -120,6 +122,20 @@ def test_answers_that_are_not_whole() -> None:
             aborted = line(proxy, path)
             assert aborted["status"] == (200 if steps else None)
             assert aborted["end"] == "aborted"
+
+
+def test_what_the_end_of_the_proxy_cuts_is_said_to_be_cut() -> None:
+    with Cluster(args=[*IN_JSON, "--drain-timeout", "0"]) as cluster:
+        cluster.d[0].answer(SSE_HEAD, chunk(event("1")), Gate())
+        with cluster.connect() as client:
+            reader = client.post(CHAT, STREAM)
+            reader.body_until(b"1")
+            cluster.proxy.signal(signal.SIGTERM)
+            assert reader.finish().end is End.INCOMPLETE
+        assert cluster.proxy.wait_exit() == 0
+        assert line(cluster.proxy, CHAT)["end"] == "cut"
+        said = [json.loads(each)["message"] for each in cluster.proxy.log]
+        assert "stopping" in said[-3] and said[-1] == "stopped"
 
 
 @pytest.mark.parametrize("connector", ["nixl-push", "moriio"])

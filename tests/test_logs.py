@@ -214,6 +214,8 @@ def speak_of_secrets(cluster: Cluster | Fleet) -> bytes:
         steps = (answer,) if isinstance(answer, Close) else (answer, Close.FIN)
         engines[role].answer(*steps)
         answers.append(proxy.request("POST", COMPLETIONS, SECRET_BODY, BEARER))
+        # Else the next request may still be written to what is closed.
+        engines[role].wait_connections(0)
     for key in ("admin-secret", WRONG_KEY):
         order = {"type": "decode", "instance": PROMPT, "key": CLIENT_KEY}
         for content in (dumps(order), b"{prompt-secret"):
