@@ -2234,6 +2234,14 @@ class ClientConnection(asyncio.Protocol):
             self._start(head, body)
         else:
             self.parts.append(piece)
+            if head.chunked:
+                # Small chunks take long, and libuv would read 32 times in a row.
+                self.transport.pause_reading()
+                self.service.loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def _start(self, head: RequestHead, body: bytes) -> None:
         handler = self.handler
