@@ -33,6 +33,7 @@ BODY: JSON = {"prompt": "a", "messages": []}
 FORMATS = ["text", "json"]
 # As it is, and as it would look in a line of its own.
 EVIL = "x\n2026-01-01 00:00:00,000 INFO forged\r\x1b[2J\x00\x7f\x85\x9b1m"
+EVERYTHING = ["--log-level", "debug", "--access-log"]
 ADMIN = {"ADMIN_API_KEY": "admin-secret"}
 WITH_KEY = {"X-API-Key": "admin-secret"}
 
@@ -199,7 +200,7 @@ def speak_of_secrets(cluster: Cluster | Fleet) -> bytes:
     """Sends keys and prompts on every way that leads into the proxy; all answers."""
     proxy, engines = cluster.proxy, {"prefill": cluster.p[0], "decode": cluster.d[0]}
     answers = []
-    for path in (COMPLETIONS, CHAT, "/tokenize", f"/v1/{PROMPT}?api_key={CLIENT_KEY}"):
+    for path in (COMPLETIONS, CHAT, "/tokenize", f"/v1/x?key={CLIENT_KEY}&q={PROMPT}"):
         for headers in (BEARER, {"Authorization": f"Bearer {WRONG_KEY}"}, {}):
             for stream in (False, True):
                 body = SECRET_BODY | {"stream": stream}
@@ -229,14 +230,15 @@ def speak_of_secrets(cluster: Cluster | Fleet) -> bytes:
 def check_secrets(proxy: ProxyProcess, heads: bytes) -> None:
     """Fails where a secret is in a log, in the heads of answers or in what is shown."""
     shown = "".join(proxy.log) + heads.decode()
-    assert "malformed answer" in shown and "answer cut short" in shown
+    for said in ("malformed answer", "answer cut short", "total_ms"):
+        assert said in shown
     for secret in (CLIENT_KEY, ENGINE_KEY, WRONG_KEY, PROMPT, "-secret"):
         assert secret not in shown, [line for line in proxy.log if secret in line]
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_b86_no_key_and_no_prompt_is_logged(form: str) -> None:
-    args = ["--log-format", form, "--log-level", "debug", "--api-key", CLIENT_KEY]
+    args = ["--log-format", form, *EVERYTHING, "--api-key", CLIENT_KEY]
     env = ADMIN | {"OPENAI_API_KEY": ENGINE_KEY}
     with Cluster(args=args, env=env) as cluster:
         heads = speak_of_secrets(cluster)
@@ -247,8 +249,7 @@ def test_b86_no_key_and_no_prompt_is_logged(form: str) -> None:
 
 
 def test_b86_moriio_logs_none_either() -> None:
-    argv = ["--log-level", "debug", "--api-key", CLIENT_KEY]
-    with Fleet(argv=argv) as fleet:
+    with Fleet(argv=[*EVERYTHING, "--api-key", CLIENT_KEY]) as fleet:
         heads = speak_of_secrets(fleet)
     check_lines(fleet.proxy.log, "text")
     check_secrets(fleet.proxy, heads)
@@ -266,7 +267,7 @@ ODD_FIELDS = [
 @pytest.mark.parametrize("form", FORMATS)
 def test_b86_a_field_splits_neither_an_answer_nor_a_line(form: str) -> None:
     printable = bytes(range(0x20, 0x7F))
-    with Cluster(args=["--log-format", form, "--log-level", "debug"]) as cluster:
+    with Cluster(args=["--log-format", form, *EVERYTHING]) as cluster:
         for field in ODD_FIELDS:
             request = http_request("POST", COMPLETIONS, BODY)
             with cluster.connect() as client:
