@@ -4220,7 +4220,9 @@ class Supervisor:
                 continue
             try:
                 self.start(slot)
-            except OSError as err:
+            except (OSError, SystemExit) as err:
+                if self.slots[0] in self.missing:
+                    raise
                 logger.error("worker %d cannot be made: %s", slot.index, err)
                 self.start_later(slot)
         self.loop.close()
