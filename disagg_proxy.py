@@ -1627,9 +1627,11 @@ class Watch(Script):
 
 # --- Keys -----------------------------------------------------------------------------
 
-# The proxy's own routes that need no client's key, and those that may need one.
-STATUS_ROUTES = words("/metrics /status")
-OPEN_ROUTES = STATUS_ROUTES | words("/health /instances/add /instances/remove")
+# Routes of the proxy's own that need no client's key: those with a key of their own,
+# and those that take no body; of these --protect-status closes some.
+ADMIN_TARGETS = (b"/instances/add", b"/instances/remove")
+STATUS_TARGETS = (b"/metrics", b"/status")
+OPEN_TARGETS = (*ADMIN_TARGETS, *STATUS_TARGETS, b"/health")
 
 
 def client_keys(args: argparse.Namespace) -> list[bytes]:
@@ -2191,7 +2193,7 @@ class ClientConnection(asyncio.Protocol):
         service = self.service
         try:
             if service.client_keys:
-                service.check_key(head)
+                service.check_key(head, is_whole)
             handler = service.proxy.route(head.method, head.target, head.content_type)
             if not is_whole and handler in service.proxy.admin_handlers:
                 check_admin_key(head)
@@ -2670,11 +2672,11 @@ class Service:
         self.engine_key = f"Bearer {key}".encode() if key else b""
         # What clients have to present; empty: nothing.
         self.client_keys = client_keys(args)
-        closed = STATUS_ROUTES if args.protect_status else ()
-        open_routes = proxy.routes.keys() & OPEN_ROUTES - set(closed)
-        self.open_targets = {path.encode() for path in open_routes}
+        closed = STATUS_TARGETS if args.protect_status else ()
+        own = {path.encode() for path in proxy.routes}
+        self.open_targets = own.intersection(OPEN_TARGETS).difference(closed)
 
-    def check_key(self, head: RequestHead) -> None:
+    def check_key(self, head: RequestHead, is_whole: bool) -> None:
         """Refuses a request that has none of the keys, and needs one.
 
         How long it takes does not tell how much of a key was right. Whatever
@@ -2689,9 +2691,11 @@ class Service:
         right = [hmac.compare_digest(given, key) for key in self.client_keys]
         if any(right) and scheme.lower() == b"bearer":
             return
-        if head.target.partition(b"?")[0] not in self.open_targets:
-            challenge = ("WWW-Authenticate", "Bearer")
-            raise ProxyError(401, "A valid API key is needed", challenge)
+        target = head.target.partition(b"?")[0]
+        if target in self.open_targets and (is_whole or target in ADMIN_TARGETS):
+            return
+        challenge = ("WWW-Authenticate", "Bearer")
+        raise ProxyError(401, "A valid API key is needed", challenge)
 
     def too_large(self) -> ProxyError:
         return ProxyError(413, f"The body is larger than {self.max_body} bytes")

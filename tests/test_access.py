@@ -76,7 +76,7 @@ def test_whatever_could_reach_an_engine_needs_a_key(
     assert guarded.request(method, target, body, KEY).status != 401
 
 
-@pytest.mark.parametrize("target", ["/health", "/health?x=1", "/status"])
+@pytest.mark.parametrize("target", ["/health", "/health?x=1", "/status", "/metrics"])
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
 def test_health_and_status_are_open(
     guarded: Cluster, target: str, headers: Mapping[str, str]
@@ -236,11 +236,15 @@ def test_the_release_of_a_hand_over_has_no_key_of_a_client() -> None:
 
 @pytest.mark.parametrize("coding", ["length", "chunked"])
 @pytest.mark.parametrize(
-    ("target", "status"),
-    [(COMPLETIONS, 401), ("/tokenize", 401), ("/instances/add", 403)],
+    ("method", "target", "status"),
+    [
+        *(("POST", target, 401) for target in (COMPLETIONS, "/tokenize")),
+        *(("POST", target, 403) for target in ("/instances/add", "/instances/remove")),
+        *(("GET", target, 401) for target in ("/health", "/status", "/metrics")),
+    ],
 )
 def test_a_strangers_body_is_not_kept(
-    guarded: Cluster, target: str, status: int, coding: str
+    guarded: Cluster, method: str, target: str, status: int, coding: str
 ) -> None:
     length = {"Content-Length": str(200 * MEBIBYTE)}
     framing = length if coding == "length" else {"Transfer-Encoding": "chunked"}
@@ -249,7 +253,7 @@ def test_a_strangers_body_is_not_kept(
     if coding == "chunked":
         piece = b"%x\r\n%b\r\n" % (len(piece), piece)
     with guarded.connect() as client:
-        client.send(http_request("POST", target, headers=headers))
+        client.send(http_request(method, target, headers=headers))
         before = guarded.proxy.peak_resident_bytes()
         for _ in range(64):
             client.send(piece)
