@@ -4371,10 +4371,16 @@ def close_all(sockets: Iterable[socket.socket]) -> None:
 
 # --- Logs -----------------------------------------------------------------------------
 
-# Control characters, C0 and C1: whoever could write them could forge lines.
-ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 # What every log record has; the rest came with `extra`.
 RECORD_MEMBERS = vars(logging.makeLogRecord({})).keys() | words("message asctime")
+
+
+def printable(text: str) -> str:
+    """Escapes control characters and the like, with which lines could be forged."""
+    if text.isprintable():
+        return text
+    escape = "unicode_escape"
+    return "".join(c if c.isprintable() else c.encode(escape).decode() for c in text)
 
 
 def extra_members(record: logging.LogRecord) -> dict[str, Any]:
@@ -4389,11 +4395,11 @@ class TextFormatter(logging.Formatter):
         words = [super().formatMessage(record)]
         for name, value in extra_members(record).items():
             words.append(f"{name}={'-' if value is None else value}")
-        return " ".join(words).translate(ESCAPED)
+        return printable(" ".join(words))
 
     def formatException(self, ei: Any) -> str:
         lines = super().formatException(ei).split("\n")
-        return "\n".join("    " + line.translate(ESCAPED) for line in lines)
+        return "\n".join("    " + printable(line) for line in lines)
 
 
 class JsonFormatter(logging.Formatter):
@@ -4409,7 +4415,7 @@ class JsonFormatter(logging.Formatter):
         line |= extra_members(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # In ASCII, where JSON escapes all of ESCAPED but one.
+        # In ASCII, where JSON escapes all that is not printable but one.
         return json.dumps(line, default=str).replace("\x7f", "\\u007f")
 
 

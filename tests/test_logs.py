@@ -32,7 +32,7 @@ from rig import (
 BODY: JSON = {"prompt": "a", "messages": []}
 FORMATS = ["text", "json"]
 # As it is, and as it would look in a line of its own.
-EVIL = "x\n2026-01-01 00:00:00,000 INFO forged\r\x1b[2J\x00\x7f\x85\x9b1m"
+EVIL = "x\n2026-01-01 00:00:00,000 INFO forged\r\x1b[2J\x00\x7f\x85\x9b1m\u2028\u202e"
 EVERYTHING = ["--log-level", "debug", "--access-log"]
 ADMIN = {"ADMIN_API_KEY": "admin-secret"}
 WITH_KEY = {"X-API-Key": "admin-secret"}
