@@ -285,6 +285,7 @@ def nixl(
     role: str,
     lease: int = LEASE,
     port: int | None = None,
+    options: Sequence[str] = (),
 ) -> Engine:
     """Starts an engine with NIXL pull.
 
@@ -294,6 +295,7 @@ def nixl(
         role: "kv_producer" (prefill) or "kv_consumer" (decode).
         lease: seconds for which prefill keeps the blocks of a hand-over.
         port: to listen on; None for any.
+        options: further arguments.
 
     """
     config = {
@@ -303,7 +305,7 @@ def nixl(
         "kv_connector_extra_config": {"kv_lease_duration": lease},
     }
     env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    return server.start(name, config, env, port)
+    return server.start(name, config, env, port, options=options)
 
 
 # --- A fleet --------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Makes a tiny random Llama with a real tokenizer and chat template, offline.
 
-usage: tiny_model.py OUT_DIR
+usage: tiny_model.py OUT_DIR [VOCABULARY]
 
 Seeded, so every run serves the same model. It talks nonsense, but which nonsense
 depends on every token of the prompt: a KV block that did not arrive, or the wrong
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED = 0
+# Tokens; of more, real models have long ones.
 VOCABULARY = 512
 HIDDEN = 64
 HEADS = 2
@@ -40,19 +41,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_tokenizer(out: Path) -> None:
+def save_tokenizer(out: Path, vocabulary: int) -> None:
     """Trains a byte-level BPE on text that every Python brings: its own library."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     library = Path(sysconfig.get_paths()["stdlib"])
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[PAD, BOS, EOS, *ROLES],
         show_progress=False,
     )
-    tokenizer.train([str(library / f) for f in ("argparse.py", "typing.py")], trainer)
+    few = library / "argparse.py", library / "typing.py"
+    texts = few if vocabulary == VOCABULARY else sorted(library.glob("*.py"))
+    tokenizer.train([str(each) for each in texts], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -66,10 +69,10 @@ def save_tokenizer(out: Path) -> None:
     fast.save_pretrained(out)
 
 
-def save_weights(out: Path) -> None:
+def save_weights(out: Path, vocabulary: int) -> None:
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=HIDDEN,
         intermediate_size=2 * HIDDEN,
         num_hidden_layers=LAYERS,
@@ -88,5 +91,6 @@ def save_weights(out: Path) -> None:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    save_tokenizer(directory)
-    save_weights(directory)
+    vocabulary = int(sys.argv[2]) if len(sys.argv) > 2 else VOCABULARY
+    save_tokenizer(directory, vocabulary)
+    save_weights(directory, vocabulary)
