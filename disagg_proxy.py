@@ -786,6 +786,8 @@ decode_members = msgspec.json.Decoder(Members).decode
 decode_items = msgspec.json.Decoder(list[Raw]).decode
 decode_any = msgspec.json.Decoder().decode
 encode_json = msgspec.json.Encoder().encode
+# What a decoder raises; the second for what is nested too deep.
+BAD_JSON = (msgspec.DecodeError, RecursionError)
 
 TRUE, FALSE, NULL = Raw(b"true"), Raw(b"false"), Raw(b"null")
 ONE, EMPTY = Raw(b"1"), Raw(b'""')
@@ -1549,7 +1551,7 @@ def check_instance(
         return ModelCheck(None)
     try:
         served = msgspec.json.decode(leg.body(), type=ModelList).data
-    except msgspec.DecodeError:
+    except BAD_JSON:
         return ModelCheck("/v1/models: not a list of models")
     if any(same_model(entry.id, model) for entry in served):
         return ModelCheck(None)
@@ -1604,6 +1606,9 @@ class Watch(Script):
             except ProxyError as err:  # Nothing was found out: it stays what it is.
                 up = instance.state is State.UP
                 check = ModelCheck(None if up else err.message)
+            except Exception as err:
+                logger.error("internal error", exc_info=err)
+                check = ModelCheck(f"the check failed: {err}")
             if instance.state is not State.DRAINING:
                 instance.mark(State.DOWN if check.problem else State.UP, check.problem)
             if not self.first.done():
@@ -2843,7 +2848,7 @@ def given_params(answer: bytes) -> Raw:
         if not answer.isascii():
             answer.decode()
         return decode_prefill_answer(answer).kv_transfer_params
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (*BAD_JSON, UnicodeDecodeError):
         return split_members(answer).get("kv_transfer_params", NULL)
 
 
@@ -2856,7 +2861,7 @@ def read_hand_over(given: Raw) -> HandOver:
     """
     try:
         return HandOver() if given == NULL else decode_hand_over(given)
-    except (msgspec.DecodeError, RecursionError):
+    except BAD_JSON:
         found = split_members(bytes(given))
         known = found.keys() & set(HandOver.__struct_fields__)
         return HandOver(**{name: found[name] for name in known})
@@ -3068,7 +3073,7 @@ class MooncakeConnector(Connector):
             return f"bootstrap server {bootstrap} {leg.failure.words}"
         try:
             ranks = decode_mooncake(leg.body())
-        except msgspec.DecodeError:
+        except BAD_JSON:
             return f"bootstrap server {bootstrap}: no list of DP ranks"
         # DP ranks and their engine ids; new ones after a restart.
         instance.facts["ranks"] = sorted([n, r.engine_id] for n, r in ranks.items())
@@ -3275,7 +3280,7 @@ def with_token_ids(params: Raw, answer: bytes) -> Raw:
     """
     try:
         ids = decode_prefill_answer(answer).prompt_token_ids
-    except (msgspec.DecodeError, RecursionError):
+    except BAD_JSON:
         return params
     if not names_any(ids):
         return params
@@ -3859,7 +3864,7 @@ class Proxy:
         check_admin_key(x.head)
         try:
             order = msgspec.json.decode(x.body)
-        except (msgspec.DecodeError, RecursionError) as err:
+        except BAD_JSON as err:
             raise AdminError(400, f"Malformed JSON: {err}") from None
         if not isinstance(order, dict):
             raise AdminError(400, "The body must be one JSON object.")
@@ -3916,7 +3921,7 @@ def is_multipart(head: RequestHead) -> bool:
 def decode_or_refuse(body: bytes) -> None:
     try:
         decode_any(body)
-    except (msgspec.DecodeError, RecursionError) as err:
+    except BAD_JSON as err:
         raise ProxyError(400, f"The body is not valid JSON: {err}") from None
 
 

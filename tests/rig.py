@@ -411,7 +411,8 @@ class ScriptedEngine:
         self.role = role
         # The status of GET /health, or a gate before it is answered.
         self.health: int | Gate = 200
-        self.models = [MODEL]
+        # The ids that GET /v1/models lists, or the whole body of its answer.
+        self.models: list[str] | bytes = [MODEL]
         self.api_key: str | None = None
         # Seconds after which an idle connection is closed; vLLM's default is 5.
         self.idle_close: float | None = None
@@ -562,6 +563,8 @@ class ScriptedEngine:
             return [http_response(self.health)]
         if request.target == "/query":
             return [http_response(200, {"0": {"engine_id": f"engine-{self.port}"}})]
+        if isinstance(self.models, bytes):
+            return [http_response(200, self.models)]
         models = [{"id": each, "object": "model"} for each in self.models]
         return [http_response(200, {"object": "list", "data": models})]
 

@@ -129,6 +129,30 @@ def test_b50_an_engine_that_accepts_and_says_nothing_is_down() -> None:
         assert proxy.request("POST", COMPLETIONS, BODY).status == 200
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"[]",
+        b'{"data":[{"id":7}]}',
+        b'{"data":[{"id":"\xff"}]}',
+        b'{"data":[],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=["empty", "list", "number", "not_utf_8", "nested"],
+)
+def test_b50_an_engine_whose_list_of_models_is_none_is_asked_again(
+    answer: bytes,
+) -> None:
+    prefill, decode = ScriptedEngine("prefill"), ScriptedEngine("decode")
+    prefill.models = answer
+    argv = arguments(prefill.instance, decode.instance)
+    with prefill, decode, ProxyProcess(argv, limits=QUICK) as proxy:
+        [shown] = [i for i in proxy.status()["instances"] if i["role"] == "prefill"]
+        assert shown["reason"] == "/v1/models: not a list of models"
+        prefill.models = [MODEL]
+        proxy.wait_all_up()
+
+
 def test_b50_one_engine_that_is_missing_does_not_hold_up_the_others() -> None:
     missing = ScriptedEngine("decode", listening=False)
     present = ScriptedEngine("decode")

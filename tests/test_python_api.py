@@ -225,6 +225,30 @@ def test_a_faulty_policy_costs_that_request_only(script: Write, fault: str) -> N
         cluster.proxy.wait_idle()
 
 
+def test_a_faulty_connector_leaves_an_instance_down_until_it_works(
+    script: Write,
+) -> None:
+    path = script("""
+        class Mine(disagg_proxy.AutoConnector):
+            calls = 0
+
+            def learn(self, script, instance):
+                self.calls += 1
+                if self.calls < 3:
+                    raise RuntimeError("not yet")
+                return None
+                yield
+
+        disagg_proxy.CONNECTORS["auto"] = Mine
+        disagg_proxy.PROBE_INTERVAL_DOWN = 0.05
+        ProxyServer(args).run_server()
+    """)
+    with Cluster(script=path) as cluster:
+        cluster.proxy.traceback_expected = True
+        assert cluster.proxy.wait_log("prefill 127.0.0.1").endswith("is up")
+        assert cluster.post(COMPLETIONS, BODY).status == 200
+
+
 # --- Callables ------------------------------------------------------------------------
 
 SERVE = "ProxyServer(args, create_completion=mine).run_server()\n"
