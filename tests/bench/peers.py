@@ -5,6 +5,7 @@
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -267,6 +268,21 @@ def demo(tree: str) -> Peer:
     return Peer("vLLM's demo", script.name, command, missing)
 
 
+def floor() -> Peer:
+    """The system calls of two legs in C, and nothing else."""
+    compiler = shutil.which("cc")
+
+    def command(place: Place) -> list[str]:
+        out = place.folder / "floor"
+        source = str(Path(__file__).with_name("floor.c"))
+        subprocess.run([compiler or "", "-O2", "-o", out, source], check=True)
+        ports = [",".join(map(str, ports)) for ports in (place.prefill, place.decode)]
+        return [str(out), str(place.port), *ports]
+
+    missing = "" if compiler else "no cc: the Debian package gcc brings it"
+    return Peer("floor in C", "the system calls of two legs alone", command, missing)
+
+
 # --- All ------------------------------------------------------------------------------
 
 
@@ -298,5 +314,6 @@ def all_peers(vllm: str) -> list[Peer]:
         ),
         balancer("haproxy", HAPROXY, "  server e{} {}", "-f", "haproxy"),
         balancer("nginx", NGINX, "    server {1};", "-c", "nginx-light"),
+        floor(),
         demo(vllm),
     ]
