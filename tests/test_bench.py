@@ -69,6 +69,16 @@ def test_right_answers_are_counted(stream: str) -> None:
     assert found["tokens"] == 16 * {"no": 0, "half": 10, "yes": 20}[stream]
 
 
+def test_a_client_asks_again_on_its_connection() -> None:
+    with ScriptedEngine("decode") as engine:
+        payload = answer(False, 16).fill(ident(0))
+        engine.answer(http_response(200, json.loads(payload)))
+        found = drive(engine.port, clients=1, seconds=0.1)
+        # One for the load's, one answer right, others not, by the same connection.
+        assert found["asked"] > 2
+        assert engine.accepted == 1
+
+
 @pytest.mark.parametrize(
     ("steps", "kind"),
     [

@@ -163,7 +163,7 @@ class Client(asyncio.Protocol):
         self.run = run
         self.port = port
         self.waiting = False
-        self.complete = False
+        self.complete = self.keeps = False
         self.body: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -193,6 +193,7 @@ class Client(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.complete = True
+        self.keeps = self.parser.should_keep_alive()
 
     # The connection's callbacks.
 
@@ -217,7 +218,7 @@ class Client(asyncio.Protocol):
         status = self.parser.get_status_code()
         if run.judge(self.kind, self.digits, status, b"".join(self.body)):
             run.latency[self.kind.stream].append(latency)
-        if not run.goes_on() or not self.parser.should_keep_alive():
+        if not run.goes_on() or not self.keeps:
             self.transport.close()
         else:
             self.next()
