@@ -3,6 +3,7 @@
 """TLS for clients: what is agreed on, streams, ends of connections, the start."""
 
 import contextlib
+import os
 import signal
 import socket
 import ssl
@@ -166,10 +167,22 @@ def end_without_goodbye(client: RawClient) -> None:
     client.socket.shutdown(socket.SHUT_WR)
 
 
-@pytest.mark.parametrize(
-    "leave",
-    [RawClient.half_close, end_without_goodbye, RawClient.close, RawClient.reset],
-)
+def garble(client: RawClient) -> None:
+    """Bytes that are not TLS, within it."""
+    with socket.socket(fileno=os.dup(client.socket.fileno())) as under:
+        under.sendall(b"garbage" * 100)
+
+
+WAYS_TO_LEAVE = [
+    RawClient.half_close,
+    end_without_goodbye,
+    garble,
+    RawClient.close,
+    RawClient.reset,
+]
+
+
+@pytest.mark.parametrize("leave", WAYS_TO_LEAVE)
 def test_a_client_that_leaves_aborts_its_request(
     secured: Cluster, leave: Callable[[RawClient], None]
 ) -> None:
@@ -264,6 +277,18 @@ def test_running_answers_end_before_the_proxy_does(tls: Tls) -> None:
         assert cluster.proxy.wait_exit() == 0
 
 
+def test_an_answer_that_does_not_end_is_cut_in_time(tls: Tls) -> None:
+    args = [*tls.args, "--drain-timeout", "0.2"]
+    with Cluster(args=args, trust=tls.trust) as cluster, cluster.connect() as client:
+        cluster.d[0].answer(SSE_HEAD, chunk(event("1")), Gate())
+        reader = client.post(COMPLETIONS, STREAM)
+        reader.body_until(event("1"))
+        cluster.proxy.signal(signal.SIGTERM)
+        assert reader.finish().end is End.INCOMPLETE
+        cluster.d[0].requests[-1].wait_abandoned()
+        assert cluster.proxy.wait_exit() == 0
+
+
 def test_clients_that_never_say_goodbye_do_not_delay_the_end(tls: Tls) -> None:
     limits = QUICK | {"GOODBYE_TIMEOUT": 0.1}
     with (
@@ -283,11 +308,7 @@ def test_no_socket_stays_behind(tls: Tls) -> None:
     with Cluster(args=tls.args, trust=tls.trust, limits=limits) as cluster:
         cluster.proxy.wait_idle()
         before = cluster.proxy.open_sockets()
-        ways = [
-            *(RawClient.half_close, end_without_goodbye, RawClient.reset),
-            RawClient.close,
-        ]
-        for leave in ways * 5:
+        for leave in WAYS_TO_LEAVE * 5:
             with cluster.connect() as client:
                 leave(client)
             with cluster.connect() as client:
