@@ -82,7 +82,8 @@ BLANKS = st.sampled_from(["", "", "", "", " ", "\n", "\t\r\n  "])
 NAMES = [
     "prompt model stream stream_options max_tokens max_completion_tokens n best_of",
     "echo logprobs prompt_logprobs use_beam_search messages tools tool_choice stop",
-    "kv_transfer_params ec_transfer_params min_tokens",
+    "kv_transfer_params ec_transfer_params min_tokens max_output_tokens store input",
+    "background previous_response_id",
 ]
 # What a string may consist of: an escape or a character each.
 CHARACTERS = [
