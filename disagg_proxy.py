@@ -3988,7 +3988,12 @@ def stopper(stop: asyncio.Future[None], seconds: float) -> Callable[[], None]:
 
 
 class Link(asyncio.Protocol):
-    """One end of a socket pair: messages in JSON, one a line."""
+    """One end of a socket pair: messages in JSON, one a line.
+
+    A worker tells the supervisor what to put on the board ("set"), what it wants to
+    know of all ("ask"), what it knows itself ("answer") and that it serves ("ready").
+    It is told what others have set, asked and answered, and to "stop".
+    """
 
     transport: asyncio.Transport
 
