@@ -211,9 +211,21 @@ def play(engine: ScriptedEngine, data: bytes, cuts: list[int]) -> None:
     engine.answer(*filter(None, cut(data, cuts)), Close.FIN)
 
 
+LIMITS = {"ENGINE_IDLE_TIMEOUT": 0.1, "TICK": 0.05}
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(limits={"ENGINE_IDLE_TIMEOUT": 0.1, "TICK": 0.05}) as cluster:
+    with Cluster(limits=LIMITS) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def pushing() -> Iterator[Cluster]:
+    """The legs run side by side."""
+    args = ["--kv-connector", "nixl-push"]
+    args += ["--prefill-engine-id", "e", "--prefill-kv-host", "127.0.0.1"]
+    with Cluster(limits=LIMITS, args=args) as cluster:
         yield cluster
 
 
@@ -267,7 +279,33 @@ def test_a_spoilt_stream_is_passed_on_or_cut(
     cluster.settle()
 
 
-def test_spoilt_answers_leave_nothing_behind(cluster: Cluster) -> None:
+@examples(40)
+@given(
+    prefill_answers() | spoilt(prefill_answers()), streams() | spoilt(streams()), CUTS
+)
+def test_spoilt_answers_of_both_legs_side_by_side(
+    pushing: Cluster, p_data: bytes, d_data: bytes, cuts: list[int]
+) -> None:
+    pushing.proxy.wait_all_up()
+    play(pushing.p[0], p_data, cuts)
+    play(pushing.d[0], d_data, cuts)
+    response = pushing.post(COMPLETIONS, ASKED)
+    p_reading, reading = reading_of(p_data), reading_of(d_data)
+    if response.status == 200 and response.end is End.COMPLETE:
+        assert reading is not None
+        assert response.body == reading.body
+        assert p_reading is None or p_reading.start[0] == b"200"
+    elif response.status not in (0, 200, 502):
+        said = {each.start[0] for each in (p_reading, reading) if each is not None}
+        assert b"%d" % response.status in said or None in (p_reading, reading)
+    pushing.settle()
+
+
+@pytest.mark.parametrize("name", ["cluster", "pushing"])
+def test_spoilt_answers_leave_nothing_behind(
+    request: pytest.FixtureRequest, name: str
+) -> None:
+    cluster: Cluster = request.getfixturevalue(name)
     proxy = cluster.proxy
     assert cluster.post(COMPLETIONS, ASKED).status == 200
     # The listening socket, and perhaps a probe's connection to each engine.
