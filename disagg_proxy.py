@@ -2065,6 +2065,7 @@ class Tally:
 
 # TCP_CLOSE and TCP_CLOSE_WAIT of Linux, as TCP_INFO tells them: tcp_states.h.
 TCP_ENDED = b"\x07\x08"
+TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)
 # SO_LINGER on, zero seconds: closing sends a reset.
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
