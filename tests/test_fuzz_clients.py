@@ -58,7 +58,7 @@ from wire import Pace
 from disagg_proxy import words
 
 # What README.md says of requests that reach no engine, and of the admin routes.
-REFUSALS = {400, 403, 405, 408, 413, 414, 415, 417, 431, 501}
+REFUSALS = {400, 401, 403, 405, 408, 413, 414, 415, 417, 431, 501}
 ADMIN_REFUSALS = {422, 500}
 # Bytes by which the same connections may differ in what they leave behind.
 MAX_GROWTH = 1 << 20
@@ -121,9 +121,9 @@ def any_answer(request: EngineRequest) -> list[Step]:
 
 
 @contextlib.contextmanager
-def undemanding(limits: dict[str, float]) -> Iterator[Cluster]:
+def undemanding(limits: dict[str, float], *args: str) -> Iterator[Cluster]:
     """1P1D; the engines answer whatever they get with a 200."""
-    with Cluster(limits=limits) as cluster:
+    with Cluster(limits=limits, args=args) as cluster:
         cluster.p[0].default, cluster.d[0].default = any_hand_over, any_answer
         yield cluster
 
@@ -315,6 +315,68 @@ def test_the_same_connections_again_leave_nothing_behind(crowd: Crowd) -> None:
     before = again()
     assert again() - before < MAX_GROWTH
 
+
+# --- Keys -----------------------------------------------------------------------------
+
+KEY = b"sesame"
+AUTHORIZATION = st.sampled_from(
+    [
+        *[b"Authorization: Bearer sesame"] * 3,
+        *[b"authorization:  bearer sesame ", b"Authorization: Bearer sesame2"],
+        *[
+            b"Authorization: Bearer",
+            b"Authorization: Basic sesame",
+            b"X: Bearer sesame",
+        ],
+        *[
+            b"Authorization: Bearer sesame\r\nAuthorization: a",
+            b"Authorization : sesame",
+        ],
+        *[b"Proxy-Authorization: Bearer sesame", b"Authorization: Bearer\tsesame"],
+    ]
+)
+
+
+@st.composite
+def with_a_key(draw: st.DrawFn) -> bytes:
+    """A request with something like a key in it."""
+    line, _, rest = draw(VALID).partition(CRLF)
+    return CRLF.join([line, draw(AUTHORIZATION), rest])
+
+
+KEYED = with_a_key() | with_a_key() | spoilt(with_a_key()) | VALID
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Crowd]:
+    with undemanding({}, "--api-key", KEY.decode()) as cluster:
+        yield Crowd(cluster)
+
+
+@examples(50)
+@given(st.lists(KEYED, min_size=1, max_size=3).map(b"".join), CUTS)
+def test_without_the_key_nothing_reaches_an_engine_and_the_key_never_does(
+    guarded: Crowd, data: bytes, cuts: list[int]
+) -> None:
+    guarded.legs()
+    with guarded.cluster.connect() as client, Pace(guarded.cluster) as pace:
+        talk = Talk(client, pace, data)
+        with contextlib.suppress(ConnectionError):
+            pace.send(client, filter(None, cut(data, cuts)))
+        talk.listen()
+        talk.judge()
+    known = [
+        each
+        for each in talk.requests
+        if each.read.get(b"authorization", b"").split()
+        in ([b"Bearer", KEY], [b"bearer", KEY])
+    ]
+    legs = guarded.legs()
+    assert_asked_for(legs, known)
+    assert not any(value.endswith(KEY) for leg in legs for _, value in leg.headers)
+
+
+# --- Clients that do nothing more -----------------------------------------------------
 
 # Seconds after which a client is no longer waited for.
 PATIENCE = dict.fromkeys(
