@@ -156,10 +156,9 @@ WRITE_HIGH_WATER = 64 * 1024
 # File descriptors of a client: its own, and its engine's. It may need another for a
 # moment, between the legs; who gets none then is told to come again.
 DESCRIPTORS_PER_CLIENT = 2
-# Those that are kept for probes, ports, engines that register and refusals.
+# Those that are kept for probes, ports, engines that register and refusals; but no
+# more than half of all.
 RESERVED_DESCRIPTORS = 256
-# Clients beyond the limit that are told why before the next are just closed.
-MAX_REFUSED_CLIENTS = 64
 
 # Seconds from the first byte of a head to its last: bounds slow senders.
 HEAD_TIMEOUT = 60.0
@@ -2115,7 +2114,7 @@ class ClientConnection(asyncio.Protocol):
         if beyond > 0:
             turned_away.note()
             self.phase = Phase.CROWDED
-            if beyond > MAX_REFUSED_CLIENTS:
+            if beyond > self.service.max_refused:
                 self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -2665,8 +2664,10 @@ class Service:
         self.proxy = proxy
         self.loop = asyncio.get_running_loop()
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = descriptors - RESERVED_DESCRIPTORS
-        self.max_clients = max(free // DESCRIPTORS_PER_CLIENT, 1)
+        reserved = min(RESERVED_DESCRIPTORS, descriptors // 2)
+        self.max_clients = (descriptors - reserved) // DESCRIPTORS_PER_CLIENT
+        # Of those beyond, so many at a time are told why; the next are just closed.
+        self.max_refused = reserved // 4
         self.max_body: int = args.max_body_size
         self.first_byte_timeout: float = args.first_byte_timeout
         self.clients: set[ClientConnection] = set()

@@ -32,9 +32,11 @@ from tls import Tls
 
 BODY: JSON = {"prompt": "a", "messages": []}
 STREAM: JSON = BODY | {"stream": True}
-# Descriptors of the proxy, and the clients it then takes: (128 - 88) / 2.
-LIMIT, CLIENTS, REFUSED = 128, 20, 10
-RESERVE = {"RESERVED_DESCRIPTORS": 88, "MAX_REFUSED_CLIENTS": REFUSED, "TICK": 0.02}
+# Descriptors of the proxy: half are reserved, a client takes two of the rest. Of those
+# that come then, a quarter of the reserve is told.
+LIMIT, CLIENTS, REFUSED = 128, 32, 16
+SMALL = 64, 16, 8
+QUICK = {"TICK": 0.02}
 TURNED_AWAY = "clients turned away"
 NO_DESCRIPTOR = "connections to engines failed"
 
@@ -62,20 +64,21 @@ def check_503(response: Response, words: str) -> None:
 
 
 @pytest.mark.parametrize("secured", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "clients", "refused"), [SMALL, (LIMIT, CLIENTS, REFUSED)]
+)
 def test_running_streams_go_on_and_more_clients_are_told(
-    secured: bool, tls: Tls
+    limit: int, clients: int, refused: int, secured: bool, tls: Tls
 ) -> None:
     args, trust = (tls.args, tls.trust) if secured else ([], None)
-    cluster = Cluster(
-        args=args, trust=trust, limits=RESERVE, descriptors=LIMIT, decode=2
-    )
+    cluster = Cluster(args=args, trust=trust, limits=QUICK, descriptors=limit, decode=2)
     with cluster, contextlib.ExitStack() as stack:
         gate = Gate()
         for engine in cluster.d:
             first, last = chunk(event("1")), chunk(DONE)
             engine.default = [SSE_HEAD, first, gate, last, LAST_CHUNK]
         readers = []
-        for _ in range(CLIENTS):
+        for _ in range(clients):
             client = stack.enter_context(cluster.connect())
             readers.append(client.post(COMPLETIONS, STREAM))
             readers[-1].body_until(event("1"))
@@ -88,7 +91,7 @@ def test_running_streams_go_on_and_more_clients_are_told(
             stack.enter_context(RawClient(cluster.proxy.address))
             for _ in range(60 if not secured else 0)
         ]
-        for client in silent[REFUSED:]:
+        for client in silent[refused:]:
             assert client.wait_closed() == b""
         wait_rest(cluster)
         gate.release()
@@ -104,7 +107,7 @@ def test_running_streams_go_on_and_more_clients_are_told(
 
 def test_who_leaves_makes_room(tls: Tls) -> None:
     with (
-        Cluster(limits=RESERVE, descriptors=LIMIT) as cluster,
+        Cluster(limits=QUICK, descriptors=LIMIT) as cluster,
         contextlib.ExitStack() as stack,
     ):
         clients = [stack.enter_context(cluster.connect()) for _ in range(CLIENTS)]
@@ -125,8 +128,8 @@ def test_who_leaves_makes_room(tls: Tls) -> None:
 
 
 def test_a_burst_that_needs_more_between_its_legs_is_served_or_told() -> None:
-    # 50 clients, 50 connections to P that are kept, 50 to D that find no room.
-    limits = RESERVE | {"RESERVED_DESCRIPTORS": 28, "ENGINE_IDLE_TIMEOUT": 0.5}
+    # 50 clients, 50 connections to P that are kept, and 50 to D that find no room.
+    limits = QUICK | {"RESERVED_DESCRIPTORS": 28, "ENGINE_IDLE_TIMEOUT": 0.5}
     with (
         Cluster(limits=limits, descriptors=LIMIT) as cluster,
         contextlib.ExitStack() as stack,
@@ -176,7 +179,7 @@ def exhausted(cluster: Cluster) -> Iterator[None]:
 
 
 # No probes, which come and go; connections to engines are kept.
-QUIET = {"TICK": 0.02, "PROBE_INTERVAL_UP": 60.0, "ENGINE_IDLE_TIMEOUT": 60.0}
+QUIET = QUICK | {"PROBE_INTERVAL_UP": 60.0, "ENGINE_IDLE_TIMEOUT": 60.0}
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
