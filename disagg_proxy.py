@@ -1227,6 +1227,8 @@ def parse_address(text: str) -> tuple[str, int]:
             host = str(ipaddress.IPv6Address(host[1:-1]))
         except ValueError as err:
             raise ValueError(f"Invalid instance {text}: {err}") from None
+        if host.strip(HOST_CHARS + ":%"):
+            raise ValueError(f"Invalid zone in instance: {text}")
     elif ":" in host or not host or host.strip(HOST_CHARS):
         raise ValueError(f"Invalid instance format: {text}")
     if not colon or not (port.isascii() and port.isdigit()) or len(port) > 5:

@@ -316,7 +316,9 @@ MALFORMED = [
     *("host", "host:", "host:0", "host:65536", "host:70000", ":80", "::1:80", ""),
     *("[::1]", "[::1", "[::g]:80", "::1]:80", "a:b:80", "host:80x", "host:-1"),
     *("https://x:1", "x:1/path", "user@x:1", "x y:1", "host:\u0661", "host: 80"),
+    *("[::1%a b]:80", "[::1%\u00e9]:80"),
 ]
+SPLITTING = "[::1%a\r\nX: y]:80"
 
 
 @pytest.mark.parametrize("written", MALFORMED)
@@ -325,7 +327,9 @@ def test_b51_a_malformed_address_ends_the_start(written: str) -> None:
     assert written in stderr
 
 
-@pytest.mark.parametrize("written", [*MALFORMED, None, 7, ["x:1"], {"a": 1}, True])
+@pytest.mark.parametrize(
+    "written", [*MALFORMED, SPLITTING, None, 7, ["x:1"], {"a": 1}, True]
+)
 def test_b51_a_malformed_address_is_not_added(admin: Cluster, written: object) -> None:
     response = add(admin, "decode", written)
     assert response.status == 400
