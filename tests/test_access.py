@@ -277,15 +277,15 @@ def test_a_stranger_is_not_asked_for_a_body(guarded: Cluster) -> None:
 WARNING = "anybody who reaches this port uses OPENAI_API_KEY"
 
 
-@pytest.mark.parametrize("moriio", [False, True])
 @pytest.mark.parametrize(
-    ("host", "environment", "warned"),
+    ("moriio", "host", "environment", "warned"),
     [
-        ("0.0.0.0", {"OPENAI_API_KEY": "e"}, True),
-        ("::", {"OPENAI_API_KEY": "e"}, True),
-        ("127.0.0.1", {"OPENAI_API_KEY": "e"}, False),
-        ("0.0.0.0", {}, False),
-        ("0.0.0.0", {"OPENAI_API_KEY": "e", "VLLM_API_KEY": "c"}, False),
+        (False, "0.0.0.0", {"OPENAI_API_KEY": "e"}, True),
+        (True, "0.0.0.0", {"OPENAI_API_KEY": "e"}, True),
+        (False, "::", {"OPENAI_API_KEY": "e"}, True),
+        (False, "127.0.0.1", {"OPENAI_API_KEY": "e"}, False),
+        (False, "0.0.0.0", {}, False),
+        (False, "0.0.0.0", {"OPENAI_API_KEY": "e", "VLLM_API_KEY": "c"}, False),
     ],
 )
 def test_an_open_port_in_front_of_an_engine_key_is_warned_of(

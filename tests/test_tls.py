@@ -364,10 +364,12 @@ def test_a_client_that_trusts_nobody_is_not_served(secured: Cluster) -> None:
 # --- The start ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["disagg", "moriio"])
+WRONG = ["no certificate", "no key", "garbage", "other key", "encrypted", "key only"]
+
+
 @pytest.mark.parametrize(
-    "case",
-    ["no certificate", "no key", "garbage", "other key", "encrypted", "key only"],
+    ("script", "case"),
+    [*(("disagg", case) for case in WRONG), ("moriio", "no key")],
 )
 def test_a_file_that_is_missing_or_wrong_ends_the_start(
     tls: Tls, tmp_path: Path, script: str, case: str
