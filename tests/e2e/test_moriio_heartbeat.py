@@ -3,7 +3,7 @@
 """moriio_proxy.py next to those parts of vLLM's MoRIIO that need no GPU.
 
 Its heartbeat program registers, as a process of its own, at its own pace. What the
-legs carry is read by the connector's own functions.
+legs carry is read by the connector's own functions, and so is the README's recipe.
 """
 
 import contextlib
@@ -17,23 +17,30 @@ from typing import Any
 
 from e2e.engines import IMPORT_TIMEOUT
 from moriio_rig import Fleet, Proxy, registration
+from recipes import Recipe
 from rig import JSON, EngineRequest, ScriptedEngine, http_response, poll
 
 # vLLM's interval, and with it the seconds until an engine is given up.
 INTERVAL = 3.0
 EXPIRY = 5 * INTERVAL
 
-# Has the connector take in the legs on stdin, and prints what it made of them.
+# Has the connector take in the legs and the configurations on stdin, and prints what
+# it made of them.
 TAKE_IN = """
 import dataclasses, json, sys
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio import moriio_common as m
 constants = m.MoRIIOConstants
 made = [constants.TRANSFER_PREFIX, constants.PING_INTERVAL]
-for request_id, params, write_mode in json.load(sys.stdin):
+legs, configs = json.load(sys.stdin)
+for request_id, params, write_mode in legs:
     metadata = m.MoRIIOConnectorMetadata()
     metadata.add_new_req(request_id, ([1],), params, write_mode=write_mode)
     (taken,) = {**metadata.reqs_to_save, **metadata.reqs_to_recv}.values()
     made.append(dataclasses.asdict(taken))
+for each in configs:
+    config = KVTransferConfig(**each)
+    made.append([m.get_moriio_mode(config).name, config.kv_role])
 print(json.dumps(made))
 """
 
@@ -88,9 +95,14 @@ def test_vllms_heartbeat_is_listed_expires_and_returns() -> None:
 
 def test_the_connector_makes_of_the_legs_what_is_meant() -> None:
     pairs = [leg_pair(mode) for mode in ("READ", "WRITE")]
-    prefix, interval, *taken = take_in([leg for pair in pairs for leg in pair])
+    recipe = Recipe("moriio")
+    engines = [recipe.engine(role, "10.0.0.7") for role in ("prefill", "decode")]
+    prefix, interval, *taken = take_in(
+        [leg for pair in pairs for leg in pair],
+        [engine.kv_transfer() for engine in engines],
+    )
     assert interval == INTERVAL
-    for of_p, of_d in (taken[:2], taken[2:]):
+    for of_p, of_d in (taken[:2], taken[2:4]):
         assert of_p["transfer_id"] == of_d["transfer_id"]
         assert of_p["transfer_id"].startswith(f"{prefix}-")
         assert channels(of_p) == ("10.0.0.2", 6303, 61007)
@@ -98,7 +110,8 @@ def test_the_connector_makes_of_the_legs_what_is_meant() -> None:
         assert (of_p["remote_dp_size"], of_p["tp_size"]) == (3, 1)
         assert (of_d["remote_dp_size"], of_d["tp_size"]) == (4, 2)
         assert of_d["remote_dp_rank"] == 0
-    assert [each["remote_block_ids"] for each in taken[1::2]] == [[[5, 6]], None]
+    assert [each["remote_block_ids"] for each in taken[1:4:2]] == [[[5, 6]], None]
+    assert taken[4:] == [["READ", "kv_producer"], ["READ", "kv_consumer"]]
 
 
 def channels(taken: JSON) -> tuple[str, int, int]:
@@ -131,11 +144,11 @@ def leg(request: EngineRequest, role: str) -> Leg:
     return f"cmpl-{request.header('x-request-id')}-0-12345678", params, role[0] == "p"
 
 
-def take_in(legs: list[Leg]) -> list[Any]:
-    """What `MoRIIOConnectorMetadata.add_new_req` makes of them; constants first."""
+def take_in(legs: list[Leg], configs: list[JSON]) -> list[Any]:
+    """What vLLM makes of them: constants, `add_new_req` of each leg, each mode."""
     done = subprocess.run(
         [sys.executable, "-c", TAKE_IN],
-        input=json.dumps(legs),
+        input=json.dumps([legs, configs]),
         capture_output=True,
         text=True,
         check=True,
