@@ -179,7 +179,8 @@ def test_snapshots_are_json_and_add_up(pair: Cluster) -> None:
         "prefill_duration_seconds": {"": [0.5] * (len(disagg_proxy.BOUNDS) + 2)},
     }
     parts = [json.loads(json.dumps(each)) for each in (one, two, {})]
-    total = read(disagg_proxy.render(disagg_proxy.add_up(parts)).decode())
+    text, _ = disagg_proxy.render(disagg_proxy.add_up(parts))
+    total = read(text.decode())
     assert total == {
         served("/health", "own", "200"): 7,
         served("other", "own", "404"): 1,
