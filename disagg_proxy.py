@@ -2307,7 +2307,7 @@ class ClientConnection(asyncio.Protocol):
         if self.exchange is None:
             self.transport.close()
             self.phase = Phase.LINGER
-            self.deadline = self.service.loop.time() + GOODBYE_TIMEOUT
+            self.deadline = monotonic() + GOODBYE_TIMEOUT
 
     def cut(self, framed: bool) -> None:
         """Ends an answer that is not whole, so that the client can tell.
