@@ -399,6 +399,12 @@ def known_path(target: bytes) -> str:
     return path if path in KNOWN_PATHS else "other"
 
 
+def field_line(name: bytes, owned: Mapping[bytes, bytes]) -> bytes:
+    """The line of a field that the proxy writes anew; nothing where it is absent."""
+    value = owned.get(name.lower())
+    return b"%s: %s\r\n" % (name, value) if value else b""
+
+
 class RequestHead:
     """A client's request head but for its Content-Length; shared, not to be changed.
 
@@ -435,6 +441,9 @@ class RequestHead:
             raise ProxyError(417, "Only 100-continue can be expected")
         if self.content_type:
             lines.append(b"Content-Type: " + self.owned[b"content-type"])
+        self.authorization = field_line(b"Authorization", self.owned)
+        # The line that only the leg gets that answers the client.
+        self.accepted = field_line(b"Accept-Encoding", self.owned)
         # The lines that every leg gets.
         self.forwarded = CRLF.join([*lines, b""])
         self._framing(self.owned)
@@ -590,6 +599,24 @@ class Counted:
         return self.done
 
 
+class Whole:
+    """A body that came with its head: nothing is left to be followed."""
+
+    done = True
+    extra = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes the read: all of it is body."""
+        return data
+
+    def feed_eof(self) -> bool:
+        """The body is whole."""
+        return True
+
+
+WHOLE = Whole()
+
+
 class UntilClose:
     """A body that ends with its connection, RFC 9112 section 6.3 item 8."""
 
@@ -711,20 +738,25 @@ class Chunked:
             raise ValueError("trailers are too long")
 
 
-Framing = Counted | Chunked | UntilClose
+Framing = Counted | Chunked | UntilClose | Whole
 
 
-def response_framing(head: ResponseHead, to_head: bool, raw: bool) -> Framing:
+def response_framing(
+    head: ResponseHead, to_head: bool, raw: bool, size: int
+) -> Framing:
     """RFC 9112 section 6.3: how the body of an answer ends.
 
     Args:
         head: the answer's head.
         to_head: whether it answers a HEAD request.
         raw: see `Chunked`.
+        size: bytes that came behind the head.
 
     """
     if to_head or head.status in (204, 304):
         return Counted(0)
+    if head.length == size:
+        return WHOLE
     if head.length is not None:
         return Counted(head.length)
     return Chunked(raw) if head.chunked else UntilClose()
@@ -1179,7 +1211,7 @@ class EngineConnection(asyncio.Protocol):
             leg.answered = monotonic()
         elif status == 200:
             raw = False
-        leg.framing = response_framing(head, leg.to_head, raw)
+        leg.framing = response_framing(head, leg.to_head, raw, len(data))
         return data
 
     def _complete(self, leg: Leg) -> None:
@@ -2382,12 +2414,8 @@ class Exchange(Script):
         self.on_start: Callable[[Instance, bytes], None] | None = None
         # What a custom callable waits for while the client is slow.
         self.drained: asyncio.Future[None] | None = None
-        service = client.service
-        key = service.engine_key
-        # A key for the proxy is not for the engines.
-        if not key and not service.client_keys:
-            key = head.owned.get(b"authorization", b"")
-        self.authorization = b"Authorization: %s\r\n" % key if key else b""
+        own = client.service.authorization
+        self.authorization = head.authorization if own is None else own
         # Header lines that all legs share.
         self.fields = head.forwarded + self.authorization
         # The header line with the id of both legs: 128 random bits.
@@ -2446,11 +2474,6 @@ class Exchange(Script):
         self.legs.append(leg)
         instance.send(leg, self.client.service.first_byte_timeout)
         return leg
-
-    def accepted_coding(self) -> bytes:
-        """The client's Accept-Encoding, for the leg that answers it."""
-        coding = self.head.owned.get(b"accept-encoding")
-        return b"Accept-Encoding: %s\r\n" % coding if coding else b""
 
     # Answering.
 
@@ -2674,6 +2697,13 @@ class Service:
         self.engine_key = f"Bearer {key}".encode() if key else b""
         # What clients have to present; empty: nothing.
         self.client_keys = client_keys(args)
+        # What the engines are shown instead of what clients bring, if anything: a
+        # key for the proxy is not for them.
+        self.authorization: bytes | None = None
+        if self.engine_key:
+            self.authorization = b"Authorization: %s\r\n" % self.engine_key
+        elif self.client_keys:
+            self.authorization = b""
         closed = STATUS_TARGETS if args.protect_status else ()
         own = {path.encode() for path in proxy.routes}
         self.open_targets = own.intersection(OPEN_TARGETS).difference(closed)
@@ -3628,7 +3658,7 @@ class Proxy:
         A hand-over (`params`) that does not get there is released.
         """
         leg: Leg | None = None
-        extra = x.request_id + x.accepted_coding()
+        extra = x.request_id + x.head.accepted
         try:
             while instance := self.pick(x, self.decode_cycler, avoid):
                 if leg is not None:
@@ -3704,7 +3734,7 @@ class Proxy:
             if failed(p):
                 return checked(p)
             params = hand_over(pair.decode_params, pair.prefill, p.body())
-        fields = pair.request_id + pair.decode_fields + x.accepted_coding()
+        fields = pair.request_id + pair.decode_fields + x.head.accepted
         d = x.post(pair.decode, decode_body(members, params), fields)
         while True:
             if d.settled and failed(d):
