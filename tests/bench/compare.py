@@ -12,6 +12,9 @@ processor, the proxy with all its processes and threads on another. Rounds are
 interleaved, and every proxy is started anew in each. Processor time is that of the
 proxy's processes, from /proc: what else the machine does changes it little, whereas it
 changes latencies. Tables and figures are medians over the rounds.
+
+The figures in README.md are those of `measured.json` beside this file: a copy of what
+a run writes, then `make docs`.
 """
 
 import argparse
@@ -52,19 +55,19 @@ MAX_NUMBER = 90_000_000
 
 # What the clients do, by name: see `load.Load`.
 LOADS: dict[str, JSON] = {
-    "request": {"clients": 32, "seconds": 2.0},
+    "request": {"clients": 32, "seconds": 1.5},
     "token": {
         "clients": 32,
-        "seconds": 2.5,
+        "seconds": 2.0,
         "stream": "yes",
         "tokens": report.TOKENS,
         "pace": 10,
     },
-    "100 KB": {"clients": 16, "seconds": 2.0, "prompt": 100_000},
-    "1 MB": {"clients": 4, "seconds": 1.5, "prompt": 1_000_000},
-    "at 1": {"clients": 1, "seconds": 1.5, "stream": "half"},
-    "at 64": {"clients": 64, "seconds": 1.5, "stream": "half", "think": 0.064},
-    "at 512": {"clients": 512, "seconds": 2.0, "stream": "half", "think": 0.4},
+    "100 KB": {"clients": 16, "seconds": 1.5, "prompt": 100_000},
+    "1 MB": {"clients": 4, "seconds": 1.0, "prompt": 1_000_000},
+    "at 1": {"clients": 1, "seconds": 1.2, "stream": "half"},
+    "at 64": {"clients": 64, "seconds": 1.2, "stream": "half", "think": 0.064},
+    "at 512": {"clients": 512, "seconds": 1.5, "stream": "half", "think": 0.4},
     "burst of 512": {"clients": 512, "stream": "yes", "pace": 20},
     "burst of 2048": {"clients": 2048, "stream": "yes", "pace": 20},
 }
@@ -309,7 +312,7 @@ def main() -> None:
     summed = report.summary(result)
     files = {
         "rounds.json": json.dumps(result, indent=1),
-        "measured.json": json.dumps(summed, indent=1),
+        "measured.json": json.dumps(summed, indent=1) + "\n",
         "measured.md": report.markdown(summed),
         "measured.svg": report.plot(summed),
     }
