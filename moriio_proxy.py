@@ -54,6 +54,7 @@ from disagg_proxy import (
     Proxy,
     ProxyError,
     RoundRobinSchedulingPolicy,
+    Seldom,
     Server,
     Service,
     State,
@@ -72,6 +73,7 @@ from disagg_proxy import (
 )
 
 logger = logging.getLogger("moriio_proxy")
+not_accepted = Seldom("%d times no file descriptor was left for an engine to register")
 
 # Seconds without a ping after which an instance leaves: five of vLLM's intervals.
 PING_EXPIRY = 15.0
@@ -88,6 +90,8 @@ MAX_DP_SIZE = 1024
 # Refused messages that are logged within so many seconds; the rest is counted.
 LOG_LINES = 50
 LOG_PERIOD = 10.0
+# Seconds without new connections of engines when no file descriptor is left for one.
+ACCEPT_PAUSE = 1.0
 # Seconds for starting or stopping the engines' profilers: upstream's limit.
 PROFILE_TIMEOUT = 60.0
 
@@ -456,9 +460,12 @@ class Discovery:
             self.socket.bind(f"tcp://{bracketed(address, str(port or '*'))}")
         except (OSError, zmq.ZMQError) as err:
             raise SystemExit(f"Cannot listen on {host}:{port}: {err}") from None
-        endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        logger.info("engines register at %s", endpoint)
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        logger.info("engines register at %s", self.endpoint)
         self.loop.add_reader(self.socket.fileno(), self.receive)
+        self.failures = self.socket.get_monitor_socket(zmq.EVENT_ACCEPT_FAILED)
+        self.loop.add_reader(self.failures.fileno(), self.pause)
+        self.pause()
         self.receive()
         self.look()
 
@@ -471,6 +478,26 @@ class Discovery:
                 return  # Nothing is left; or it was closed after a full batch.
             self.take(frames[1:])
         self.loop.call_soon(self.receive)
+
+    def pause(self) -> None:
+        """Stops listening for a while: libzmq would try to accept without rest."""
+        if self.failures.poll(0):
+            self.loop.remove_reader(self.failures.fileno())
+            not_accepted.note()
+            self.socket.unbind(self.endpoint)
+            self.loop.call_later(ACCEPT_PAUSE, self.go_on)
+
+    def go_on(self) -> None:
+        """Listens again; engines connect anew by themselves."""
+        while self.failures.poll(0):
+            self.failures.recv_multipart()
+        try:
+            self.socket.bind(self.endpoint)
+        except zmq.ZMQError:
+            self.loop.call_later(ACCEPT_PAUSE, self.go_on)
+            return
+        self.loop.add_reader(self.failures.fileno(), self.pause)
+        self.receive()
 
     def look(self) -> None:
         """Looks for silent engines, from time to time."""
@@ -500,7 +527,8 @@ class Discovery:
         self.refused = 0
 
     def close(self) -> None:
-        self.loop.remove_reader(self.socket.fileno())
+        for each in (self.socket, self.failures):
+            self.loop.remove_reader(each.fileno())
         self.context.destroy()
 
 

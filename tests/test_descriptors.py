@@ -5,11 +5,13 @@
 import contextlib
 import os
 import resource
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
+from moriio_rig import Fleet
 from rig import (
     COMPLETIONS,
     DONE,
@@ -20,6 +22,7 @@ from rig import (
     Cluster,
     End,
     Gate,
+    ProxyProcess,
     RawClient,
     Response,
     chunk,
@@ -41,12 +44,12 @@ TURNED_AWAY = "clients turned away"
 NO_DESCRIPTOR = "connections to engines failed"
 
 
-def wait_rest(cluster: Cluster) -> None:
+def wait_rest(proxy: ProxyProcess) -> None:
     """Returns once the proxy uses no CPU time from one look to the next."""
     used = [-1]
 
     def rests() -> bool:
-        fields = Path(f"/proc/{cluster.proxy.pid}/stat").read_text().rpartition(")")[2]
+        fields = Path(f"/proc/{proxy.pid}/stat").read_text().rpartition(")")[2]
         used.append(sum(map(int, fields.split()[11:13])))
         return used[-1] == used[-2]
 
@@ -93,7 +96,7 @@ def test_running_streams_go_on_and_more_clients_are_told(
         ]
         for client in silent[refused:]:
             assert client.wait_closed() == b""
-        wait_rest(cluster)
+        wait_rest(cluster.proxy)
         gate.release()
         for reader in readers:
             response = reader.finish()
@@ -149,16 +152,16 @@ def test_a_burst_that_needs_more_between_its_legs_is_served_or_told() -> None:
         one = clients[0]
         status = one.request("GET", "/status").finish().json()
         assert {each["state"] for each in status["instances"]} == {"up"}
-        wait_rest(cluster)
+        wait_rest(cluster.proxy)
         poll(lambda: one.post(COMPLETIONS, BODY).finish().status == 200, "it is served")
 
 
 # --- No descriptor at all -------------------------------------------------------------
 
 
-def tighten(cluster: Cluster) -> None:
+def tighten(proxy: ProxyProcess) -> None:
     """Lowers the limit so far that the proxy can open nothing more."""
-    pid = cluster.proxy.pid
+    pid = proxy.pid
     taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     # Descriptors below the lowest free number stay open.
     free = next(number for number in range(len(taken) + 1) if number not in taken)
@@ -167,11 +170,11 @@ def tighten(cluster: Cluster) -> None:
 
 
 @contextlib.contextmanager
-def exhausted(cluster: Cluster) -> Iterator[None]:
+def exhausted(proxy: ProxyProcess) -> Iterator[None]:
     """The proxy can open nothing more within."""
-    pid = cluster.proxy.pid
+    pid = proxy.pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    tighten(cluster)
+    tighten(proxy)
     try:
         yield
     finally:
@@ -199,14 +202,14 @@ def test_a_connect_that_fails_is_no_fault_of_the_engine(role: str) -> None:
             engine.requests.clear()
         kept = 2 if role == "decode" else 0
         poll(lambda: cluster.proxy.open_sockets() == settled + kept, "D's are closed")
-        with exhausted(cluster):
+        with exhausted(cluster.proxy):
             for _ in range(6):
                 response = client.post(COMPLETIONS, BODY).finish()
                 check_503(response, "no file descriptor left")
                 assert f"{role} instance" in response.error()["message"]
             status = client.request("GET", "/status").finish().json()
             assert {each["state"] for each in status["instances"]} == {"up"}
-            wait_rest(cluster)
+            wait_rest(cluster.proxy)
         # One leg for each request, and none for a second try.
         asked = 6 if role == "decode" else 0
         assert sum(len(engine.requests) for engine in cluster.p) == asked
@@ -226,7 +229,7 @@ def test_a_pair_that_cannot_be_reached_is_not_tried_again(connector: str) -> Non
     ):
         # The connection is accepted.
         assert client.request("GET", "/health").finish().status == 200
-        with exhausted(cluster):
+        with exhausted(cluster.proxy):
             response = client.post(COMPLETIONS, BODY).finish()
             check_503(response, "no file descriptor left")
             status = client.request("GET", "/status").finish().json()
@@ -240,10 +243,10 @@ def test_a_probe_that_cannot_be_made_changes_nothing() -> None:
     limits = {"TICK": 0.02, "PROBE_INTERVAL_UP": 0.03, "WARNING_INTERVAL": 0.0}
     with Cluster(limits=limits) as cluster, cluster.connect() as client:
         assert client.request("GET", "/health").finish().status == 200
-        with exhausted(cluster):
+        with exhausted(cluster.proxy):
 
             def failed() -> bool:
-                tighten(cluster)
+                tighten(cluster.proxy)
                 return sum(NO_DESCRIPTOR in line for line in cluster.proxy.log) > 9
 
             poll(failed, "probes fail")
@@ -262,13 +265,30 @@ def test_a_client_without_a_descriptor_is_closed_at_once(
         cluster.connect() as client,
     ):
         assert client.post(COMPLETIONS, BODY).finish().status == 200
-        with exhausted(cluster):
+        with exhausted(cluster.proxy):
             for _ in range(3):
                 crowd = [RawClient(cluster.proxy.address) for _ in range(50)]
                 for each in crowd:
                     assert each.wait_closed() == b""
                     each.close()
                 assert client.post(COMPLETIONS, BODY).finish().status == 200
-            wait_rest(cluster)
+            wait_rest(cluster.proxy)
         assert cluster.post(COMPLETIONS, BODY).status == 200
     assert "Traceback" not in "".join(cluster.proxy.log)
+
+
+def test_engines_that_register_in_vain_use_no_cpu_time() -> None:
+    limits = QUIET | {"ACCEPT_PAUSE": 0.05}
+    with Fleet(limits=limits) as fleet, fleet.proxy.connect() as client:
+        assert client.post(COMPLETIONS, BODY).finish().status == 200
+        with exhausted(fleet.proxy), contextlib.ExitStack() as stack:
+            for _ in range(5):
+                stack.enter_context(
+                    socket.create_connection(("127.0.0.1", fleet.proxy.discovery))
+                )
+            fleet.proxy.wait_log("no file descriptor was left for an engine")
+            wait_rest(fleet.proxy)
+            assert client.post(COMPLETIONS, BODY).finish().status == 200
+        for engine in fleet.engines:
+            fleet.register(engine)
+        assert fleet.post(BODY).status == 200
