@@ -1045,6 +1045,8 @@ class Leg:
         # came, or all of it for a leg that is settled whole; 0 if it has not.
         self.begun = self.answered = 0.0
         self.settled = self.done = self.paused = False
+        # Whether it is settled by the first bytes of the body, not by the head.
+        self.late = False
         self.failure: Failure | None = None
         # Takes the body as it comes, once the client's answer has begun.
         self.sink: Callable[[bytes], None] | None = None
@@ -1069,6 +1071,11 @@ class Leg:
         """Its time is up."""
         if not self.done:
             self.fail(Failure.TIMEOUT)
+
+    def note_begin(self) -> None:
+        """The answer has begun, and may take as long as it likes."""
+        self.deadline = math.inf
+        self.answered = monotonic()
 
     def pause(self) -> None:
         """Stops reading the answer."""
@@ -1167,7 +1174,11 @@ class EngineConnection(asyncio.Protocol):
             if leg.size > MAX_HAND_OVER_BYTES:
                 leg.fail(Failure.TOO_LARGE)
             return
+        elif leg.late and not leg.pieces:
+            return
         if not leg.settled:
+            if leg.late:
+                leg.note_begin()
             leg.settled = True
             leg.owner.resume()
 
@@ -1206,8 +1217,8 @@ class EngineConnection(asyncio.Protocol):
             self.instance.count(leg, "5xx")
         raw = leg.raw
         if not leg.whole:
-            leg.deadline = math.inf
-            leg.answered = monotonic()
+            if not leg.late:
+                leg.note_begin()
         elif status == 200:
             raw = False
         leg.framing = response_framing(head, leg.to_head, raw, len(data))
@@ -1294,6 +1305,8 @@ class Instance:
         # Requests it is working on; apart from them, probes and model checks.
         self.legs: set[Leg] = set()
         self.probes: set[Leg] = set()
+        # Prefill legs of pairs whose decode leg has not begun to answer.
+        self.needed: set[Leg] = set()
         self.watch: Watch | None = None
         # IP addresses of the host; looked up again after it was down.
         self.resolved: list[str] = []
@@ -1383,7 +1396,17 @@ class Instance:
         elif self.state is State.UP:
             self.mark(State.DOWN, reason)
             self.suspect()
+        if failure is not Failure.NO_DESCRIPTOR:
+            self.lose_kv()
         leg.fail(failure)
+
+    def lose_kv(self) -> None:
+        """Nothing listens there: what it prefilled and nobody has taken is gone."""
+        for leg in tuple(self.needed):
+            if leg.done and leg.failure is None:
+                leg.failure = Failure.RESET
+                self.failures["reset"] += 1
+                leg.owner.resume()
 
     async def _open(self) -> EngineConnection:
         """Tries the addresses of the host in turn."""
@@ -3733,7 +3756,7 @@ class Proxy:
 
         That is the first that fails, else D; the other one is closed. D's head
         may come before the KV, so nothing is given to the client before P has
-        succeeded: until then the pair can be replaced.
+        succeeded and D has begun its body: until then the pair can be replaced.
         """
         own = endpoint.prefill
         if self.connector.by_length:
@@ -3753,18 +3776,25 @@ class Proxy:
             params = hand_over(pair.decode_params, pair.prefill, p.body())
         fields = pair.request_id + pair.decode_fields + x.head.accepted
         d = x.post(pair.decode, decode_body(members, params), fields)
-        while True:
-            if d.settled and failed(d):
-                p.close()
-                return d
-            if p.settled and failed(p):
-                d.close()
-                return checked(p)
-            if d.settled:
-                if p.settled:
+        d.late = True
+        # D waits for KV that is gone if P dies now, be it after its own answer.
+        needed = pair.prefill.needed
+        needed.add(p)
+        try:
+            while True:
+                if d.settled and failed(d):
+                    p.close()
                     return d
-                d.pause()  # Nobody takes its bytes yet.
-            yield
+                if p.settled and failed(p):
+                    d.close()
+                    return checked(p)
+                if d.settled:
+                    if p.settled:
+                        return d
+                    d.pause()  # Nobody takes its bytes yet.
+                yield
+        finally:
+            needed.discard(p)
 
     # One leg.
 

@@ -250,7 +250,9 @@ def rows(kind: Kind) -> Iterator[Row]:
         for fault in (RESET_EARLY, RESET_LATE, DIES_IN_HEAD):
             yield no_answer(kind, role, fault)
         for fault in (DIES_AFTER_HEAD, DIES_IN_BODY, NO_LAST_CHUNK):
-            if role == "prefill":
+            # Of a pair, the head is kept back: it may come before the KV.
+            kept = fault == DIES_AFTER_HEAD and kind is not Kind.HAND_OVER
+            if role == "prefill" or kept:
                 yield no_answer(kind, role, fault)
             else:
                 yield broken_answer(kind, fault)

@@ -70,6 +70,36 @@ def test_a_pair_that_was_silent_is_not_tried_again() -> None:
         silent.release()
 
 
+def in_flight(proxy: ProxyProcess) -> dict[str, int]:
+    """Instances that work on requests, and on how many."""
+    listed = proxy.status()["instances"]
+    return {i["instance"]: i["in_flight"] for i in listed if i["in_flight"]}
+
+
+@pytest.mark.parametrize("begun", [[], [SSE_HEAD]], ids=["silent", "head"])
+@pytest.mark.parametrize("prefill, status", [(2, 200), (1, 502)])
+def test_decode_does_not_wait_for_a_prefill_engine_that_died(
+    begun: list[bytes], prefill: int, status: int
+) -> None:
+    # P has answered, but D has not begun: it has no KV yet, and may wait for minutes.
+    push = ["--kv-connector", "nixl-push", "--prefill-kv-host", "127.0.0.1"]
+    push += ["--prefill-engine-id", *(f"engine-{i}" for i in range(prefill))]
+    limits = {"PROBE_INTERVAL_UP": 0.05, "TICK": 0.02}
+    with Cluster(prefill, 1, args=push, limits=limits) as cluster:
+        (d,), p, waiting = cluster.d, cluster.p[0], Gate()
+        d.answer(*begun, waiting)
+        with cluster.connect() as client:
+            reader = client.post(COMPLETIONS, STREAM)
+            poll(lambda: d.requests and p.requests, "both were asked")
+            poll(lambda: in_flight(cluster.proxy) == {d.instance: 1}, "P has answered")
+            p.refuse()
+            p.drop_connections()
+            response = reader.finish()
+        assert (response.status, response.end) == (status, End.COMPLETE)
+        assert len(d.requests) == prefill
+        waiting.release()
+
+
 def test_an_answer_that_waits_for_prefill_stays_with_the_engine() -> None:
     size, piece = 256, chunk(b"x" * MEBIBYTE)
     begun, gate = threading.Event(), Gate()
