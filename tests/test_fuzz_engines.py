@@ -206,9 +206,17 @@ def reading_of(data: bytes) -> Reading | None:
     return ours if differ else theirs
 
 
-def play(engine: ScriptedEngine, data: bytes, cuts: list[int]) -> None:
-    """Has an engine answer with just these bytes, and close."""
+def play(
+    cluster: Cluster, engine: ScriptedEngine, data: bytes, cuts: list[int]
+) -> None:
+    """Has an engine answer with just these bytes, and close.
+
+    Returns once the proxy has seen the end of the last example's connection.
+    """
+    engine.forget()
     engine.answer(*filter(None, cut(data, cuts)), Close.FIN)
+    engine.wait_connections(0)
+    cluster.proxy.wait_all_up()
 
 
 LIMITS = {"ENGINE_IDLE_TIMEOUT": 0.1, "TICK": 0.05}
@@ -238,8 +246,7 @@ def test_a_spoilt_prefill_answer_never_harms_decode(
     cluster: Cluster, data: bytes, cuts: list[int]
 ) -> None:
     [p], [d] = cluster.p, cluster.d
-    cluster.proxy.wait_all_up()
-    play(p, data, cuts)
+    play(cluster, p, data, cuts)
     response = cluster.post(COMPLETIONS, ASKED)
     p.next_request()
     reading = reading_of(data)
@@ -264,8 +271,7 @@ def test_a_spoilt_prefill_answer_never_harms_decode(
 def test_a_spoilt_stream_is_passed_on_or_cut(
     cluster: Cluster, data: bytes, cuts: list[int]
 ) -> None:
-    cluster.proxy.wait_all_up()
-    play(cluster.d[0], data, cuts)
+    play(cluster, cluster.d[0], data, cuts)
     response = cluster.post(COMPLETIONS, ASKED)
     reading = reading_of(data)
     if reading is None:
@@ -286,9 +292,8 @@ def test_a_spoilt_stream_is_passed_on_or_cut(
 def test_spoilt_answers_of_both_legs_side_by_side(
     pushing: Cluster, p_data: bytes, d_data: bytes, cuts: list[int]
 ) -> None:
-    pushing.proxy.wait_all_up()
-    play(pushing.p[0], p_data, cuts)
-    play(pushing.d[0], d_data, cuts)
+    play(pushing, pushing.p[0], p_data, cuts)
+    play(pushing, pushing.d[0], d_data, cuts)
     response = pushing.post(COMPLETIONS, ASKED)
     p_reading, reading = reading_of(p_data), reading_of(d_data)
     if response.status == 200 and response.end is End.COMPLETE:

@@ -955,11 +955,15 @@ def test_requests_mean_the_same_to_the_running_proxy(
 def test_responses_mean_the_same_to_the_running_proxy(
     cluster: Cluster, data: bytes, cuts: list[int]
 ) -> None:
+    cluster.d[0].forget()
     ours, theirs = our_response(data), their_response(data)
     differ = explanations(RESPONSE_DISAGREEMENTS, data, ours, theirs)
     reading = ours if differ else theirs
     steps: list[Step] = [*filter(None, cut(data, cuts)), Close.FIN]
     cluster.d[0].answer(*steps)
+    # The proxy has seen the end of the last example's connection, and of its faults.
+    cluster.d[0].wait_connections(0)
+    cluster.proxy.wait_all_up()
     with cluster.connect() as client:
         response = client.request("GET", "/x").finish()
         cluster.d[0].next_request()
