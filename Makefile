@@ -18,8 +18,9 @@ demo: $(BIN)/.runtime
 demo-moriio: $(BIN)/.runtime
 	@$(BIN)/python tests/demo_moriio.py
 
+# Four processes: the tests wait more than they compute.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # shellcheck's exceptions are vLLM's.
 lint: $(BIN)/.dev

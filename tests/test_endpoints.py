@@ -36,6 +36,8 @@ SAY: JSON = {
     "max_tokens": 6,
     "messages": [{"role": "user", "content": "hello there"}],
 }
+# Seconds between probes, so that who is down is soon known to be.
+EAGER = {"PROBE_INTERVAL_UP": 0.05}
 PUSH = ["--kv-connector", "nixl-push", "--prefill-engine-id", "engine-0"]
 PUSH += ["--prefill-kv-host", "127.0.0.1"]
 
@@ -188,19 +190,20 @@ def test_errors_reach_the_anthropic_client_as_its_exceptions(
     ],
 )
 def test_an_error_of_the_proxy_has_the_shape_of_its_endpoint(
-    pair: Cluster, path: str, shape: set[str]
+    path: str, shape: set[str]
 ) -> None:
-    for body in (b"{", b'{"a":1,}'):
-        refused = pair.post(path, body)
-        assert (refused.status, set(refused.json())) == (400, shape)
-        assert {"type", "message"} <= set(refused.json()["error"])
-    for each in pair.engines:
-        each.refuse()
-        each.drop_connections()
-        pair.proxy.wait_state(each, "down")
-    nobody = pair.post(path, b'{"model":"m"}')
-    assert (nobody.status, set(nobody.json())) == (503, shape)
-    assert len(pair.d[0].requests) == 0
+    with Cluster(limits=EAGER) as pair:
+        for body in (b"{", b'{"a":1,}'):
+            refused = pair.post(path, body)
+            assert (refused.status, set(refused.json())) == (400, shape)
+            assert {"type", "message"} <= set(refused.json()["error"])
+        for each in pair.engines:
+            each.refuse()
+            each.drop_connections()
+            pair.proxy.wait_state(each, "down")
+        nobody = pair.post(path, b'{"model":"m"}')
+        assert (nobody.status, set(nobody.json())) == (503, shape)
+        assert len(pair.d[0].requests) == 0
 
 
 # --- Responses stay with the engine that made them ------------------------------------
@@ -264,7 +267,7 @@ def test_a_response_that_nobody_holds_is_the_engines_404(
 
 
 def test_a_response_whose_engine_is_down_is_503() -> None:
-    with Cluster(1, 2) as cluster:
+    with Cluster(1, 2, limits=EAGER) as cluster:
         cluster.d[0].answer(http_response(200, {"id": "resp_1"}))
         assert cluster.post(RESPONSES, b'{"input":"a"}').status == 200
         cluster.d[0].refuse()

@@ -130,7 +130,8 @@ def test_an_answer_that_waits_for_prefill_stays_with_the_engine() -> None:
 
 def test_settings_of_a_p_that_comes_back_replace_the_old_ones() -> None:
     order = {"type": "prefill", "engine_id": "new", "kv_host": "127.0.0.2"}
-    with Cluster(1, 1, args=PUSH, env=ADMIN) as cluster:
+    limits = {"PROBE_INTERVAL_UP": 0.05}
+    with Cluster(1, 1, args=PUSH, env=ADMIN, limits=limits) as cluster:
         instance, key = cluster.p[0].instance, {"X-API-Key": "secret"}
         order["instance"] = instance
         again = cluster.post("/instances/add", order, key)
