@@ -502,6 +502,8 @@ class ScriptedEngine:
 
         _run(drop)
         poll(lambda: self._connections.isdisjoint(dropped), "connections are closed")
+        # asyncio tells of the end of a connection just before it closes the socket.
+        _run(lambda: None)
 
     def forget(self) -> None:
         """Back to the defaults, with empty records."""
@@ -1159,22 +1161,25 @@ class ProxyProcess:
 
     def resident_bytes(self) -> int:
         """Resident memory now (VmRSS)."""
-        return self._memory("VmRSS:")
+        return int(self._status("VmRSS")) * 1024
 
     def peak_resident_bytes(self) -> int:
         """The most resident memory so far (VmHWM)."""
-        return self._memory("VmHWM:")
+        return int(self._status("VmHWM")) * 1024
 
-    def _memory(self, field: str) -> int:
+    def _status(self, field: str) -> str:
+        """The first word of a field of /proc/PID/status."""
         status = Path(f"/proc/{self.pid}/status").read_text()
-        line = next(each for each in status.splitlines() if each.startswith(field))
-        return int(line.split()[1]) * 1024
+        lines = (each.partition(":\t") for each in status.splitlines())
+        return next(value for name, _, value in lines if name == field).split()[0]
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """The process does not run within; the kernel goes on for it."""
         self.signal(signal.SIGSTOP)
         try:
+            # It may run on for a while, on another processor.
+            poll(lambda: self._status("State").startswith("T"), "the proxy stands")
             yield
         finally:
             self.signal(signal.SIGCONT)

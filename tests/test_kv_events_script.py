@@ -273,13 +273,13 @@ def test_b83_arguments_with_an_open_quote_are_refused(tmp_path: Path) -> None:
     [
         ("die", [LAST_WORDS, "vLLM ended while it started"]),
         ("broken", ["no completion: 500", "engine is dead"]),
-        ("deaf", ["not ready in 1 s"]),
+        ("deaf", ["not ready in 3 s"]),
     ],
 )
 def test_b43_a_failing_engine_is_an_error_that_leaves_nothing(
     tmp_path: Path, mode: str, messages: list[str]
 ) -> None:
-    limit = {"STARTUP_TIMEOUT": "1"} if mode == "deaf" else {}
+    limit = {"STARTUP_TIMEOUT": "3"} if mode == "deaf" else {}
     with Run(tmp_path, mode=mode, env=limit) as run:
         status, _, err = run.finish()
         assert status == 1
