@@ -48,16 +48,24 @@ def percentile(load: str, kind: str, name: str) -> Callable[[Round], float | Non
 
 def judged(rounds: list[Round]) -> JSON:
     """How many answers came, and how many were not what they had to be."""
-    loads = [load for each in rounds for load in each.values() if is_load(load)]
+    found = [load for each in rounds for load in each.values() if is_load(load)]
+    # A proxy that cannot hold so many streams has failed that, and nothing else.
+    loads = [load for load in found if load.get("bytes each", 0) is not None]
+    return {
+        "answers": sum(load["asked"] for load in loads),
+        "wrong": kinds_of(loads),
+        "not held": kinds_of([load for load in found if load not in loads]),
+        "reencoded": sum(load["reencoded"] for load in loads),
+    }
+
+
+def kinds_of(loads: list[JSON]) -> dict[str, int]:
+    """How many answers were wrong, by what was wrong with them."""
     kinds: dict[str, int] = {}
     for load in loads:
         for kind, count in load["wrong"].items():
             kinds[kind] = kinds.get(kind, 0) + count
-    return {
-        "answers": sum(load["asked"] for load in loads),
-        "wrong": kinds,
-        "reencoded": sum(load["reencoded"] for load in loads),
-    }
+    return kinds
 
 
 def is_load(value: object) -> bool:
@@ -240,10 +248,14 @@ def remarks(summed: JSON) -> Iterable[str]:
         if figures["reencoded"]:
             count = figures["reencoded"]
             yield f"{name}: {count:,} answers were the same JSON in other bytes"
-        if figures["wrong"]:
-            kinds = ", ".join(f"{n} {kind}" for kind, n in figures["wrong"].items())
-            yield f"{name}: {kinds}"
-    yield f"memory of a stream: at {summed['streams']:,} that are open"
+        for what in ("wrong", "not held"):
+            kinds = ", ".join(f"{n} {kind}" for kind, n in figures[what].items())
+            if kinds:
+                yield f"{name}: {what}: {kinds}"
+    yield (
+        f"memory of a stream: at {summed['streams']:,} that are open, if all can be: "
+        "descriptors are limited"
+    )
     yield f"{summed['rounds']} rounds, {summed['when']}, Python {summed['python']}"
 
 
