@@ -1173,6 +1173,19 @@ class ProxyProcess:
         lines = (each.partition(":\t") for each in status.splitlines())
         return next(value for name, _, value in lines if name == field).split()[0]
 
+    def sleeps(self) -> int:
+        """How often the process has fallen asleep, once it has done so anew."""
+        seen = [""]
+
+        def asleep() -> bool:
+            # Of two looks both find it so: the state changes before the count does.
+            state = self._status("State")
+            seen.append(self._status("voluntary_ctxt_switches"))
+            return state == "S" and seen[-2] == seen[-1]
+
+        poll(asleep, "the process sleeps")
+        return int(seen[-1])
+
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """The process does not run within; the kernel goes on for it."""
