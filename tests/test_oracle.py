@@ -157,7 +157,7 @@ def our_response(
             head, data = parse_response_head(data[:end]), data[end:]
             if head.status >= 200:
                 break
-        framing = response_framing(head, to_head, raw=False, size=0)
+        framing = response_framing(head, to_head, raw=False)
         body, rest = feed(framing, cut(data, cuts))
     except (MalformedAnswer, ValueError):
         return None
@@ -870,7 +870,7 @@ def test_what_is_relayed_means_what_the_engine_said(
     while head.status < 200:
         data = body_of(data)
         head = parse_response_head(data[: data.index(b"\r\n\r\n") + 4])
-    framing = response_framing(head, to_head=False, raw=True, size=0)
+    framing = response_framing(head, to_head=False, raw=True)
     # Close-delimited bodies are framed anew, which is not for these functions.
     assume(not isinstance(framing, UntilClose))
     sent, _ = feed(framing, cut(body_of(data), cuts))
