@@ -59,7 +59,6 @@ import ssl
 import struct
 import sys
 import time
-import uuid
 from abc import ABC, abstractmethod
 from binascii import hexlify
 from bisect import bisect_left, bisect_right
@@ -91,19 +90,33 @@ __all__ = [
     "Connector",
     "Exchange",
     "Instance",
+    "InstanceCycler",
+    "LeastLoadedSchedulingPolicy",
+    "NULL",
     "Pair",
     "Proxy",
     "ProxyError",
     "ProxyServer",
     "Request",
     "Response",
-    "LeastLoadedSchedulingPolicy",
     "RoundRobinSchedulingPolicy",
     "SchedulingPolicy",
+    "Seldom",
     "Server",
     "Service",
+    "State",
+    "Steps",
     "add_server_flags",
+    "configure_logging",
+    "encode_json",
+    "forwarded_body",
     "main",
+    "names_any",
+    "no_instance",
+    "parse_address",
+    "request_id_line",
+    "split_members",
+    "words",
 ]
 
 logger = logging.getLogger("disagg_proxy")
@@ -2970,7 +2983,7 @@ def bad_answer(prefill: Instance, what: str) -> ProxyError:
     return ProxyError(502, f"Prefill instance {prefill} answered with {what}")
 
 
-class Pair(NamedTuple):
+class Pair(msgspec.Struct, frozen=True):
     """A pair of instances that know of each other, and what each is told."""
 
     prefill: Instance
@@ -3061,11 +3074,6 @@ class AutoConnector(Connector):
         return Raw(encode_json(fields))
 
 
-def random_uuid() -> uuid.UUID:
-    """A version 4 UUID without `uuid4`'s system call."""
-    return uuid.UUID(int=random.getrandbits(128), version=4)
-
-
 def request_id_line(name: str) -> bytes:
     return b"X-Request-Id: %s\r\n" % name.encode()
 
@@ -3101,7 +3109,7 @@ class NixlPushConnector(Connector):
         }
 
     def pair(self, prefill: Instance, decode: Instance) -> Pair:
-        name = f"{random.getrandbits(128):032x}"
+        name = random.randbytes(16).hex()
         params = {**prefill.facts, "remote_request_id": name}
         return Pair(
             prefill,
@@ -3153,7 +3161,8 @@ class MooncakeConnector(Connector):
     def pair(self, prefill: Instance, decode: Instance) -> Pair:
         ranks = prefill.facts["ranks"]
         rank, engine = ranks[prefill.given % len(ranks)]
-        transfer = f"xfer-{random_uuid()}"
+        number = random.randbytes(16).hex()
+        transfer = f"xfer-{number}"
         p = {"do_remote_decode": True, "do_remote_prefill": False}
         d = {
             "do_remote_decode": False,
@@ -3165,7 +3174,7 @@ class MooncakeConnector(Connector):
         return Pair(
             prefill,
             decode,
-            request_id_line(f"{random.getrandbits(128):032x}"),
+            request_id_line(number),
             prefill_params=Raw(encode_json({**p, "transfer_id": transfer})),
             decode_params=Raw(encode_json(d)),
             prefill_fields=b"X-data-parallel-rank: %d\r\n" % rank,

@@ -50,6 +50,7 @@ from disagg_proxy import (
     Connector,
     Exchange,
     Instance,
+    InstanceCycler,
     Pair,
     Proxy,
     ProxyError,
@@ -66,7 +67,6 @@ from disagg_proxy import (
     names_any,
     no_instance,
     parse_address,
-    random_uuid,
     request_id_line,
     split_members,
     words,
@@ -157,6 +157,8 @@ def read_registration(frames: list[bytes]) -> Registration | None:
 
 # The index of an instance, and the DP rank there; None where there is only one.
 Slot = tuple[int, int | None]
+# The same with the instance.
+Turn = tuple[Instance, int | None]
 
 
 def flat_interleaved_dp_route(
@@ -164,7 +166,8 @@ def flat_interleaved_dp_route(
 ) -> Slot:
     """The slot of a request, counted from 1: all have their turns, round after round.
 
-    Of an instance only `dp_size` is read.
+    Of an instance only `dp_size` is read. vLLM's routing test knows this function;
+    `MoRIIOProxy.slots` keeps what it would find anew for each request.
     """
     slots = interleaved_slots(tuple(each["dp_size"] for each in instances))
     return slots[(request_number - 1) % len(slots)]
@@ -258,11 +261,12 @@ class MoRIIOConnector(Connector):
     ) -> Pair:
         """What the legs are told, each on a DP rank; None where there is only one."""
         p, d = (self.engines[i.address].told for i in (prefill, decode))
+        number = random.randbytes(16).hex()
         name = (
             f"___prefill_addr_{p['zmq_address']}___decode_addr_{d['zmq_address']}"
-            f"_{random.getrandbits(128):032x}"
+            f"_{number}"
         )
-        transfer = f"tx-{random_uuid()}"
+        transfer = f"tx-{number}"
         to_p = {"do_remote_decode": True, "do_remote_prefill": False}
         to_d = {"do_remote_decode": False, "do_remote_prefill": True}
         whole_d = {**to_d, **about(p, p_rank, transfer)}
@@ -298,6 +302,8 @@ class MoRIIOProxy(Proxy):
         )
         self.engines, self.pair = connector.engines, connector.pair
         self.requests = 0
+        # By role: the instances that are up, and their slots.
+        self.rotations: dict[str, tuple[list[Instance], list[Turn]]] = {}
         # Tells the other workers, if there are any; see `Worker.say`.
         self.say: Callable[[str, Any], None] = lambda key, value: None
         del self.routes["/instances/add"], self.routes["/instances/remove"]
@@ -346,6 +352,8 @@ class MoRIIOProxy(Proxy):
                 instance.suspect()
         heard = asyncio.get_running_loop().time()
         self.engines[address] = Engine(instance, told, heard)
+        if known is None or known.told != told:
+            cycler.refresh()  # Its slots may be others now.
 
     def join(self, instance: Instance, key: bytes, here: bool) -> None:
         """A new instance is up, as it has just been heard of; then it is probed."""
@@ -386,23 +394,29 @@ class MoRIIOProxy(Proxy):
 
     # Requests.
 
+    def slots(self, cycler: InstanceCycler, avoid: list[Instance]) -> list[Turn]:
+        """The slots of a role in their order, without those of some instances."""
+        up, slots = self.rotations.get(cycler.role, (None, []))
+        if avoid or up is not cycler.up:
+            instances = [i for i in cycler.up if i not in avoid]
+            sizes = (self.engines[i.address].told["dp_size"] for i in instances)
+            order = interleaved_slots(tuple(sizes)) if instances else ()
+            slots = [(instances[index], rank) for index, rank in order]
+            if not avoid:
+                self.rotations[cycler.role] = cycler.up, slots
+        return slots
+
     def choose(self, x: Exchange, avoid: list[Instance]) -> Pair | None:
         """The next pair of slots; D's number shifts, so that every P meets every D."""
-        p, d = (
-            [i for i in cycler.up if i not in avoid]
-            for cycler in (self.prefill_cycler, self.decode_cycler)
-        )
-        if not p or not d:
+        p_slots = self.slots(self.prefill_cycler, avoid)
+        d_slots = self.slots(self.decode_cycler, avoid)
+        if not p_slots or not d_slots:
             return None
-        self.requests = number = self.requests + 1
-        p_told, d_told = (
-            [self.engines[i.address].told for i in role] for role in (p, d)
-        )
-        slots = (sum(e["dp_size"] for e in told) for told in (p_told, d_told))
-        shift = (number - 1) // math.lcm(*slots)
-        p_index, p_rank = flat_interleaved_dp_route(number, p_told)
-        d_index, d_rank = flat_interleaved_dp_route(number + shift, d_told)
-        return self.pair(p[p_index], d[d_index], p_rank, d_rank)
+        number, self.requests = self.requests, self.requests + 1
+        shift = number // math.lcm(len(p_slots), len(d_slots))
+        p, p_rank = p_slots[number % len(p_slots)]
+        d, d_rank = d_slots[(number + shift) % len(d_slots)]
+        return self.pair(p, d, p_rank, d_rank)
 
     # The proxy's own routes.
 

@@ -6,6 +6,7 @@ Each test writes the script that a user would write, and runs it as the proxy.
 """
 
 import argparse
+import ast
 import itertools
 import textwrap
 from collections.abc import AsyncIterator, Callable
@@ -28,6 +29,7 @@ from rig import (
     http_response,
 )
 
+import disagg_proxy
 from disagg_proxy import (
     Proxy,
     ProxyServer,
@@ -125,6 +127,18 @@ def test_round_robin_takes_upstreams_cycler() -> None:
 
 
 # --- Policies -------------------------------------------------------------------------
+
+
+def test_what_moriio_proxy_takes_is_public() -> None:
+    parsed = ast.parse((ROOT / "moriio_proxy.py").read_text())
+    taken = {
+        alias.name
+        for node in parsed.body
+        if isinstance(node, ast.ImportFrom) and node.module == "disagg_proxy"
+        for alias in node.names
+    }
+    assert "Proxy" in taken
+    assert taken <= set(disagg_proxy.__all__)
 
 
 def test_upstreams_four_attributes_are_enough(script: Write) -> None:
