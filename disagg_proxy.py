@@ -1825,6 +1825,12 @@ FAMILIES = (
     ),
     Family("client_connections", "gauge", "", "Open connections of clients"),
     Family(
+        "accept_queue_connections",
+        "gauge",
+        "",
+        "Connections that wait in the kernel until the proxy takes them: a burst",
+    ),
+    Family(
         "client_connections_accepted", "counter", "", "Connections of clients, ever"
     ),
     Family(
@@ -2130,11 +2136,27 @@ class Tally:
 # --- Client connections ---------------------------------------------------------------
 
 
-# TCP_CLOSE and TCP_CLOSE_WAIT of Linux, as TCP_INFO tells them: tcp_states.h.
-TCP_ENDED = b"\x07\x08"
-TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)
+# TCP_CLOSE and TCP_CLOSE_WAIT of Linux, tcp_states.h.
+TCP_ENDED = (7, 8)
+# `tcpi_state`; `tcpi_unacked`, where a listening socket has its accept queue.
+TCP_STATE, TCP_ACCEPT_QUEUE = "B", "24xI"
 # SO_LINGER on, zero seconds: closing sends a reset.
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+def tcp_info(sock: Any, form: str) -> int:
+    """One number of Linux's `struct tcp_info`, linux/tcp.h; 0 elsewhere.
+
+    Args:
+        sock: whose.
+        form: what stands before it and its type, as for `struct.unpack`.
+
+    """
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    size = struct.calcsize(form)
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+    return int(struct.unpack(form, info)[0])
 
 
 class Phase(enum.Enum):
@@ -2433,8 +2455,7 @@ class ClientConnection(asyncio.Protocol):
         full = self.exchange is not None and not self.writable
         if not full and len(self.buffer) <= MAX_PIPELINED_BYTES:
             return False
-        sock = self.transport.get_extra_info("socket")
-        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in TCP_ENDED
+        return tcp_info(self.transport.get_extra_info("socket"), TCP_STATE) in TCP_ENDED
 
     def tick(self, now: float) -> None:
         """Looks at the deadline of what the connection waits for."""
@@ -2754,6 +2775,7 @@ class Service:
         self.max_refused = reserved // 4
         self.max_body: int = args.max_body_size
         self.first_byte_timeout: float = args.first_byte_timeout
+        self.servers: list[asyncio.Server] = []
         self.clients: set[ClientConnection] = set()
         self.tally = Tally(args.access_log)
         # Set once SIGTERM has come: no further requests.
@@ -2827,6 +2849,9 @@ class Service:
         running = sum(client.exchange is not None for client in self.clients)
         add_numbers(counted, "requests_in_flight", "", [running])
         add_numbers(counted, "client_connections", "", [len(self.clients)])
+        listening = (sock for server in self.servers for sock in server.sockets)
+        waiting = sum(tcp_info(sock, TCP_ACCEPT_QUEUE) for sock in listening)
+        add_numbers(counted, "accept_queue_connections", "", [waiting])
         for cycler in (self.proxy.prefill_cycler, self.proxy.decode_cycler):
             for instance in cycler.instances:
                 for name, labels, number in instance.figures():
@@ -4579,7 +4604,7 @@ class Server:
         else:
             for number in STOP_SIGNALS:
                 loop.add_signal_handler(number, stopper(stop, args.drain_timeout))
-        servers = await self.listen(service)
+        service.servers = servers = await self.listen(service)
         service.tick()
         await self.prepare(service)
         for server in servers:

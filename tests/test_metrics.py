@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """/metrics: read by Prometheus' own parser, exact after a known set of requests."""
 
+import contextlib
 import json
 from typing import NamedTuple
 
@@ -335,6 +336,19 @@ def test_what_runs_and_what_is_connected_shows_as_gauges(pair: Cluster) -> None:
         assert now["instance_requests_in_flight", role, instance] == 0
         assert now["instance_connections", role, instance, "busy"] == 0
         assert 1 <= now["instance_connections", role, instance, "idle"] <= idle
+
+
+def test_what_waits_in_the_kernel_shows_as_a_gauge(pair: Cluster) -> None:
+    with pair.connect() as client, contextlib.ExitStack() as waiting:
+        text = client.request("GET", "/metrics").finish().body.decode()
+        assert read(text)["accept_queue_connections",] == 0
+        with pair.proxy.stopped():
+            # Is read before the others are taken: the kernel tells in its order.
+            reader = client.request("GET", "/metrics")
+            for _ in range(5):
+                waiting.enter_context(pair.connect())
+        text = reader.finish().body.decode()
+    assert read(text)["accept_queue_connections",] == 5
 
 
 def test_an_engine_that_both_legs_reach_at_once_has_no_hand_over_time() -> None:
