@@ -57,8 +57,8 @@ MAX_NUMBER = 90_000_000
 LOADS: dict[str, JSON] = {
     "request": {"clients": 32, "seconds": 1.5},
     "token": {
-        "clients": 32,
-        "seconds": 2.0,
+        "clients": 128,
+        "seconds": 3.0,
         "stream": "yes",
         "tokens": report.TOKENS,
         "pace": 10,
