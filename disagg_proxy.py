@@ -3230,6 +3230,8 @@ REFUSED_BY_DECODE = {
     "prompt": "x",
     "max_tokens": 1,
 }
+# In the error of vLLM's parser: its type.
+UNREAD = b'"Bad Request"'
 # Failures after which another instance may do better.
 RETRIED = (Failure.REFUSED, Failure.CONNECT_TIMEOUT, Failure.RESET)
 # What has to be looked at to tell whether one hand-over can serve a request.
@@ -3655,6 +3657,8 @@ class Proxy:
                 self.pair_off()
             body = decode_body(members, params)
             leg = yield from self.decode(x, body, avoid, params)
+            if params is not None and leg.status == 400:
+                x.on_start = functools.partial(self.release_unread, x, params)
             if not (again and self.worth_another(leg, prefill)):
                 break
             x.client.service.tally.again(leg)
@@ -3753,6 +3757,18 @@ class Proxy:
         finally:
             if params is not None and (leg is None or not leg.begun):
                 Release(self, params, x)
+
+    def release_unread(
+        self, x: Exchange, params: Raw, instance: Instance, start: bytes
+    ) -> None:
+        """Releases a hand-over that D has refused unread, by its error's first bytes.
+
+        D itself tells P of what it refuses after parsing the body, with errors of
+        other types. Source: vLLM 0.32.0, `_with_kv_transfer_rejection_cleanup` and
+        `validation_exception_handler`.
+        """
+        if UNREAD in start:
+            Release(self, params, x)
 
     # Pairs.
 

@@ -182,6 +182,25 @@ def test_errors_reach_the_anthropic_client_as_its_exceptions(
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "hello", "max_tokens": "many"}),
+        (COMPLETIONS, {"prompt": "hello", "max_tokens": 4, "min_tokens": 9}),
+        (CHAT, {"messages": SAY["messages"], "top_logprobs": 2}),
+        (MESSAGES, SAY | {"max_tokens": "many"}),
+        (RESPONSES, ASK | {"max_output_tokens": "many"}),
+    ],
+)
+def test_what_decode_refuses_leaves_nothing_on_prefill(
+    sim: SimProcess, proxy: ProxyProcess, path: str, body: JSON
+) -> None:
+    # Prefill takes it: its leg has none of these values.
+    assert proxy.request("POST", path, body).status == 400
+    handovers = sim.p[0].wait({"handovers.pinned": 0})["handovers"]
+    assert (handovers["made"], handovers["released"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
     ("path", "shape"),
     [
         (MESSAGES, {"type", "error"}),

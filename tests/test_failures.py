@@ -305,6 +305,25 @@ def test_a_hand_over_is_released_when_no_decode_is_up_any_more() -> None:
         assert release.json()["model"] != MODEL
 
 
+@pytest.mark.parametrize(
+    ("kind", "released"), [("Bad Request", True), ("BadRequestError", False)]
+)
+def test_a_hand_over_that_decode_has_refused_unread_is_released(
+    kind: str, released: bool
+) -> None:
+    # Of what comes after its parser D tells P by itself, and P may not be told twice.
+    error = {"message": "no", "type": kind, "param": None, "code": 400}
+    with Cluster(limits=QUICK) as cluster:
+        cluster.d[0].answer(http_response(400, {"error": error}))
+        assert cluster.post(COMPLETIONS, BODY).json() == {"error": error}
+        cluster.proxy.wait_idle()
+        refused, *release = cluster.d[0].requests
+        assert len(release) == released
+        for each in release:
+            assert each.json()["model"] != MODEL
+            assert each.members()[PARAMS] == refused.members()[PARAMS]
+
+
 def test_a_prefill_that_failed_is_let_go_when_another_has_served() -> None:
     with Cluster(prefill=2, limits=QUICK) as cluster:
         failing, gate = cluster.p[0], Gate()

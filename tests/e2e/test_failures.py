@@ -156,6 +156,17 @@ def test_leaving_between_the_legs_releases_the_hand_over(fleet: Fleet) -> None:
         poll(prefill.idle, "prefill is free", RELEASE_LIMIT)
 
 
+def test_what_decode_refuses_unread_frees_the_prefill_engine(fleet: Fleet) -> None:
+    unread: list[JSON] = [{"max_tokens": "many"}, {"stop_token_ids": "none"}]
+    for number, refused in enumerate([*unread, {"min_tokens": 9, "max_tokens": 4}]):
+        question = workload.completion(workload.text(f"refused {number}", 40), refused)
+        prefilled = fleet.prefilled(SUCCEEDED)
+        answer = fleet.proxy.request("POST", question.path, question.body)
+        assert answer.status == 400
+        assert fleet.prefilled(SUCCEEDED) == prefilled + 1
+        poll(lambda: not fleet.prefilled(KV_USAGE), "prefill is free", RELEASE_LIMIT)
+
+
 # --- Engines that die -----------------------------------------------------------------
 
 # Requests a second, and how many have to be answered before the next thing happens.
