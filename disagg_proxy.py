@@ -157,8 +157,8 @@ SMALL_BODY_BYTES = 16 * 1024
 # Bytes waiting for a slow reader before its engine is no longer read.
 WRITE_HIGH_WATER = 64 * 1024
 
-# File descriptors of a client: its own, and its engine's. It may need another for a
-# moment, between the legs; who gets none then is told to come again.
+# File descriptors of a client: its own, and its engine's. If it needs another for a
+# moment, between the legs, a connection that is kept for later has to go.
 DESCRIPTORS_PER_CLIENT = 2
 # Those that are kept for probes, ports, engines that register and refusals; but no
 # more than half of all.
@@ -935,6 +935,10 @@ class Failure(enum.Enum):
         self.delivered = delivered
 
 
+# What connecting fails with where the process, or the system, has none left.
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+
+
 class Seldom:
     """A warning that is written once in WARNING_INTERVAL.
 
@@ -1392,12 +1396,18 @@ class Instance:
     async def _connect(self, leg: Leg) -> None:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                connection = await self._open()
+                try:
+                    connection = await self._open()
+                except OSError as err:
+                    if err.errno not in NO_DESCRIPTOR or not self.cycler.make_room():
+                        raise
+                    await asyncio.sleep(0)  # It is closed now.
+                    connection = await self._open()
         except TimeoutError:
             failure, reason = Failure.CONNECT_TIMEOUT, "connect timed out"
         except OSError as err:
             failure, reason = Failure.REFUSED, err.strerror or str(err)
-            if err.errno in (errno.EMFILE, errno.ENFILE):
+            if err.errno in NO_DESCRIPTOR:
                 failure = Failure.NO_DESCRIPTOR
         except UnicodeError as err:  # A name that no lookup takes.
             failure, reason = Failure.REFUSED, str(err)
@@ -1498,6 +1508,8 @@ class InstanceCycler:
         self.session = b""
         # Told of each verdict on an instance.
         self.marked: Callable[[Instance], None] = lambda instance: None
+        # Closes an idle connection, as descriptors are short; False if there is none.
+        self.make_room: Callable[[], bool] = lambda: False
 
     def __iter__(self) -> Iterator[Instance]:
         return self
@@ -3493,6 +3505,8 @@ class Proxy:
     ) -> None:
         self.prefill_cycler = InstanceCycler("prefill")
         self.decode_cycler = InstanceCycler("decode")
+        for cycler in (self.prefill_cycler, self.decode_cycler):
+            cycler.make_room = self.drop_idle
         for address in prefill_instances:
             self.prefill_cycler.add(address)
         for address in decode_instances:
@@ -3568,6 +3582,17 @@ class Proxy:
         if path in self.generate and not is_json(media_type):
             raise ProxyError(415, "Only 'application/json' is allowed")
         return methods[method]
+
+    def drop_idle(self) -> bool:
+        """Closes a connection that is idle, where most are; False if there is none."""
+        instances = (*self.prefill_cycler.instances, *self.decode_cycler.instances)
+        most = max((instance.idle for instance in instances), key=len, default={})
+        if not most:
+            return False
+        longest = next(iter(most))
+        del most[longest]
+        longest.transport.abort()
+        return True
 
     # Choosing instances.
 

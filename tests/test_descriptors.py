@@ -130,9 +130,9 @@ def test_who_leaves_makes_room(tls: Tls) -> None:
         poll(served, "the next client is served")
 
 
-def test_a_burst_that_needs_more_between_its_legs_is_served_or_told() -> None:
-    # 50 clients, 50 connections to P that are kept, and 50 to D that find no room.
-    limits = QUICK | {"RESERVED_DESCRIPTORS": 28, "ENGINE_IDLE_TIMEOUT": 0.5}
+def test_a_burst_that_needs_more_between_its_legs_gets_what_was_kept() -> None:
+    # 50 clients, 50 connections to P that could be kept, and 50 to D.
+    limits = QUICK | {"RESERVED_DESCRIPTORS": 28, "ENGINE_IDLE_TIMEOUT": 60.0}
     with (
         Cluster(limits=limits, descriptors=LIMIT) as cluster,
         contextlib.ExitStack() as stack,
@@ -144,16 +144,11 @@ def test_a_burst_that_needs_more_between_its_legs_is_served_or_told() -> None:
         for _ in readers:
             cluster.p[0].next_request()
         gate.release()
-        responses = [reader.finish() for reader in readers]
-        for response in responses:
-            if response.status != 200:
-                check_503(response, "no file descriptor left")
-        assert {response.status for response in responses} == {200, 503}
-        one = clients[0]
-        status = one.request("GET", "/status").finish().json()
-        assert {each["state"] for each in status["instances"]} == {"up"}
+        assert {reader.finish().status for reader in readers} == {200}
+        assert len(cluster.d[0].requests) == 50
         wait_rest(cluster.proxy)
-        poll(lambda: one.post(COMPLETIONS, BODY).finish().status == 200, "it is served")
+        assert clients[0].post(COMPLETIONS, BODY).finish().status == 200
+    assert not [line for line in cluster.proxy.log if NO_DESCRIPTOR in line]
 
 
 # --- No descriptor at all -------------------------------------------------------------
@@ -185,40 +180,44 @@ def exhausted(proxy: ProxyProcess) -> Iterator[None]:
 QUIET = QUICK | {"PROBE_INTERVAL_UP": 60.0, "ENGINE_IDLE_TIMEOUT": 60.0}
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_connect_that_fails_is_no_fault_of_the_engine(role: str) -> None:
+def test_a_connect_that_fails_is_no_fault_of_the_engine() -> None:
     with (
         Cluster(prefill=2, decode=2, limits=QUIET) as cluster,
         cluster.connect() as client,
     ):
         assert client.request("GET", "/health").finish().status == 200
-        settled = cluster.proxy.open_sockets()
-        for engine in cluster.d:
-            engine.default = [http_response(200, b"{}", {"Connection": "close"})]
-        if role == "decode":  # There are connections to P, and none to D.
-            for _ in range(2):
-                assert client.post(COMPLETIONS, BODY).finish().status == 200
-        for engine in cluster.engines:
-            engine.requests.clear()
-        kept = 2 if role == "decode" else 0
-        poll(lambda: cluster.proxy.open_sockets() == settled + kept, "D's are closed")
         with exhausted(cluster.proxy):
             for _ in range(6):
                 response = client.post(COMPLETIONS, BODY).finish()
                 check_503(response, "no file descriptor left")
-                assert f"{role} instance" in response.error()["message"]
+                assert "prefill instance" in response.error()["message"]
             status = client.request("GET", "/status").finish().json()
             assert {each["state"] for each in status["instances"]} == {"up"}
             wait_rest(cluster.proxy)
-        # One leg for each request, and none for a second try.
-        asked = 6 if role == "decode" else 0
-        assert sum(len(engine.requests) for engine in cluster.p) == asked
-        assert not any(engine.requests for engine in cluster.d)
+        assert not any(engine.requests for engine in cluster.engines)
         for _ in range(4):
             assert client.post(COMPLETIONS, BODY).finish().status == 200
     lines = [line for line in cluster.proxy.log if NO_DESCRIPTOR in line]
     assert len(lines) == 1 and "WARNING" in lines[0]
     assert not [line for line in cluster.proxy.log if "is down" in line]
+
+
+def test_a_connection_that_is_idle_makes_room() -> None:
+    with (
+        Cluster(limits=QUIET) as cluster,
+        cluster.connect() as client,
+    ):
+        assert client.request("GET", "/health").finish().status == 200
+        settled = cluster.proxy.open_sockets()
+        closing = [http_response(200, b"{}", {"Connection": "close"})]
+        cluster.d[0].default = closing
+        assert client.post(COMPLETIONS, BODY).finish().status == 200
+        # There is one to P, and none to D.
+        poll(lambda: cluster.proxy.open_sockets() == settled + 1, "D's is closed")
+        with exhausted(cluster.proxy):
+            for _ in range(3):
+                assert client.post(COMPLETIONS, BODY).finish().status == 200
+    assert not [line for line in cluster.proxy.log if NO_DESCRIPTOR in line]
 
 
 @pytest.mark.parametrize("connector", ["nixl-push", "mooncake"])
@@ -280,12 +279,17 @@ def test_a_client_without_a_descriptor_is_closed_at_once(
 def test_engines_that_register_in_vain_use_no_cpu_time() -> None:
     limits = QUIET | {"ACCEPT_PAUSE": 0.05}
     with Fleet(limits=limits) as fleet, fleet.proxy.connect() as client:
+
+        def connected() -> socket.socket | None:
+            # After one in vain the port is closed for a while.
+            with contextlib.suppress(ConnectionRefusedError):
+                return socket.create_connection(("127.0.0.1", fleet.proxy.discovery))
+            return None
+
         assert client.post(COMPLETIONS, BODY).finish().status == 200
         with exhausted(fleet.proxy), contextlib.ExitStack() as stack:
             for _ in range(5):
-                stack.enter_context(
-                    socket.create_connection(("127.0.0.1", fleet.proxy.discovery))
-                )
+                stack.enter_context(poll(connected, "the port is open"))
             fleet.proxy.wait_log("no file descriptor was left for an engine")
             wait_rest(fleet.proxy)
             assert client.post(COMPLETIONS, BODY).finish().status == 200
