@@ -228,6 +228,23 @@ def ask_all(address: tuple[str, int], asked: list[Question]) -> list[JSON]:
         return list(pool.map(lambda question: ask(address, question), asked))
 
 
+def judge(
+    answers: list[JSON], plain: tuple[str, int], asked: list[Question]
+) -> list[JSON]:
+    """Fails unless answers are those of a plain engine, which are returned.
+
+    Args:
+        answers: to the questions, in their order.
+        plain: the address of that engine.
+        asked: the questions.
+
+    """
+    expected = ask_all(plain, asked)
+    for question, ours, theirs in zip(asked, answers, expected, strict=True):
+        assert ours == theirs, question
+    return expected
+
+
 def facts(response: Response) -> JSON:
     """What two engines must agree on: not ids, times, or where a stream is cut.
 
