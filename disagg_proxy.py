@@ -197,6 +197,10 @@ WARNING_INTERVAL = 10.0
 RESTART_INTERVAL = 1.0
 # Seconds a worker waits for what the others say: one that hangs is left out.
 ASK_TIMEOUT = 1.0
+# Seconds between two words to each worker, and how many of them may go unanswered: one
+# that hangs is ended, as the kernel goes on giving it clients.
+PING_INTERVAL = 10.0
+MAX_UNANSWERED = 3
 # Bytes of freed memory kept for the next bodies, and the size of an allocation
 # that is returned at once: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>.
 MALLOC_OPTIONS = ((-1, 64 * 1024 * 1024), (-3, 8 * 1024 * 1024))
@@ -4145,8 +4149,9 @@ class Link(asyncio.Protocol):
     """One end of a socket pair: messages in JSON, one a line.
 
     A worker tells the supervisor what to put on the board ("set"), what it wants to
-    know of all ("ask"), what it knows itself ("answer") and that it serves ("ready").
-    It is told what others have set, asked and answered, and to "stop".
+    know of all ("ask"), what it knows itself ("answer"), that it serves ("ready") and
+    that it lives ("pong"). It is told what others have set, asked and answered, to say
+    whether it lives ("ping"), and to "stop".
     """
 
     transport: asyncio.Transport
@@ -4186,6 +4191,8 @@ class Slot:
         # When its last process was made, and whether that has come to serve.
         self.started = 0.0
         self.serves = False
+        # Words to it since it was last heard.
+        self.unanswered = 0
         self.listening: list[socket.socket] = []
         # The supervisor's end of its link.
         self.channel: list[socket.socket] = []
@@ -4267,6 +4274,8 @@ class Worker:
                     self.link.tell("answer", subject, self.answer(subject), *question)
                 case ["answer", number, answer, asked, index]:
                     self.note(number, answer, asked, index)
+                case ["ping"]:
+                    self.link.tell("pong")
                 case ["stop"]:
                     self.stop.set_result(None)
         except Exception as err:
@@ -4381,6 +4390,7 @@ class Supervisor:
         for number in STOP_SIGNALS:
             self.loop.add_signal_handler(number, handler)
         self.loop.add_signal_handler(signal.SIGCHLD, self.reap)
+        self.loop.call_later(PING_INTERVAL, self.ping)
         self.turns.put_nowait(self.slots[0])
         while not self.stop.done() or any(slot.pid for slot in self.slots):
             slot = self.loop.run_until_complete(self.turns.get())
@@ -4398,7 +4408,7 @@ class Supervisor:
 
     def start(self, slot: Slot) -> None:
         """Makes the process of a worker."""
-        slot.started, slot.serves = self.loop.time(), False
+        slot.started, slot.serves, slot.unanswered = self.loop.time(), False, 0
         slot.listening = slot.listening or asyncio.run(bind(self.server, True))
         ours, theirs = socket.socketpair()
         link = Link(functools.partial(self.hear, slot), lambda: None)
@@ -4442,6 +4452,17 @@ class Supervisor:
             sys.stdout.flush()
             os._exit(status)
 
+    def ping(self) -> None:
+        """Has the workers say that they live, and ends those that do not."""
+        self.loop.call_later(PING_INTERVAL, self.ping)
+        for slot in self.slots:
+            if slot.pid and slot.serves:
+                if slot.unanswered >= MAX_UNANSWERED:
+                    logger.error("worker %d hangs", slot.index)
+                    os.kill(slot.pid, signal.SIGKILL)
+                slot.unanswered += 1
+                slot.link.tell("ping")
+
     def reap(self) -> None:
         """Looks which workers have ended."""
         for slot in self.slots:
@@ -4475,6 +4496,7 @@ class Supervisor:
 
     def hear(self, slot: Slot, message: list[Any]) -> None:
         """Called with what a worker says."""
+        slot.unanswered = 0
         match message:
             case ["set", key, value]:
                 put_up(self.board, key, value)

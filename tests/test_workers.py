@@ -399,17 +399,36 @@ def test_a_worker_that_hangs_is_left_out() -> None:
             os.kill(hangs, signal.SIGCONT)
 
 
-def test_workers_tell_each_other_nothing_per_request(cluster: Cluster) -> None:
-    clients = one_each(cluster.proxy)
-    cluster.get("/status")
-    before = cluster.proxy.sleeps()
-    for client in clients.values():
-        served_by(client, cluster.d, 25)
-        assert client.post(COMPLETIONS, STREAM).finish().end is End.COMPLETE
-    # All that is told goes through the first process.
-    assert cluster.proxy.sleeps() == before
-    cluster.get("/status")
-    assert cluster.proxy.sleeps() > before
+def test_a_worker_that_hangs_for_long_is_replaced() -> None:
+    limits = SPEEDY | {"PING_INTERVAL": 0.05}
+    with Cluster(1, 1, args=TWO, limits=limits) as cluster:
+        clients = one_each(cluster.proxy)
+        (hangs, _), (lives, client) = clients.items()
+        os.kill(hangs, signal.SIGSTOP)
+
+        def replaced() -> bool:
+            pids = worker_pids(cluster.proxy)
+            return hangs not in pids and lives in pids and len(pids) == 2
+
+        poll(replaced, "another takes its place")
+        assert client.post(COMPLETIONS, BODY).finish().status == 200
+        assert lives in one_each(cluster.proxy)
+    assert [line for line in cluster.proxy.log if "hangs" in line]
+
+
+def test_workers_tell_each_other_nothing_per_request() -> None:
+    limits = NO_PROBES | {"PING_INTERVAL": 1000.0}
+    with Cluster(args=TWO, limits=limits) as cluster:
+        clients = one_each(cluster.proxy)
+        cluster.get("/status")
+        before = cluster.proxy.sleeps()
+        for client in clients.values():
+            served_by(client, cluster.d, 25)
+            assert client.post(COMPLETIONS, STREAM).finish().end is End.COMPLETE
+        # All that is told goes through the first process.
+        assert cluster.proxy.sleeps() == before
+        cluster.get("/status")
+        assert cluster.proxy.sleeps() > before
 
 
 def test_a_response_is_found_through_any_worker(cluster: Cluster) -> None:
