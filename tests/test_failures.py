@@ -455,7 +455,7 @@ def stream(client: RawClient, version: str = "1.1") -> None:
 def test_b74_running_answers_end_or_are_cut(version: str) -> None:
     short, endless = Gate(), Gate()
     with (
-        Cluster(args=["--drain-timeout", "1"], limits=QUICK) as cluster,
+        Cluster(args=["--drain-timeout", "2"], limits=QUICK) as cluster,
         contextlib.ExitStack() as stack,
     ):
         steps: list[Step] = [SSE_HEAD, chunk(event("1"))]
@@ -468,12 +468,13 @@ def test_b74_running_answers_end_or_are_cut(version: str) -> None:
             readers.append(client.reader())
             readers[-1].body_until(event("1"))
         cluster.proxy.signal(signal.SIGTERM)
-        for client in clients[2:]:
+        assert clients[2].wait_closed() == b""
+        short.release()
+        assert readers[0].finish().end is End.COMPLETE
+        for client in clients[3:]:
             assert client.wait_closed() == b""
         with pytest.raises(ConnectionRefusedError):
             cluster.connect()
-        short.release()
-        assert readers[0].finish().end is End.COMPLETE
         cut = readers[1].finish()
         # In HTTP/1.0 the end of the connection would be the end of the answer.
         assert cut.reset if version == "1.0" else cut.end is End.INCOMPLETE
