@@ -115,7 +115,7 @@ Benches = Callable[[str, int, str], Bench]
 # Arguments and limits of the proxies for cells that need others.
 KINDS: dict[str, tuple[list[str], dict[str, float]]] = {
     "usual": ([], {}),
-    "hasty": (["--first-byte-timeout", "0.3"], {}),
+    "hasty": (["--first-byte-timeout", "0.8"], {}),
     "keeping": ([], {"ENGINE_IDLE_TIMEOUT": 4.0}),
 }
 
