@@ -939,10 +939,6 @@ class Failure(enum.Enum):
         self.delivered = delivered
 
 
-# What connecting fails with where the process, or the system, has none left.
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-
-
 class Seldom:
     """A warning that is written once in WARNING_INTERVAL.
 
@@ -1165,6 +1161,7 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.instance.connections += 1
 
     def data_received(self, data: bytes) -> None:
         leg = self.leg
@@ -1219,6 +1216,7 @@ class EngineConnection(asyncio.Protocol):
             leg.owner.resume() if leg.settled else leg.settle(now)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.instance.connections -= 1
         self.instance.idle.pop(self, None)
         leg, self.leg = self.leg, None
         if leg is not None:
@@ -1324,6 +1322,8 @@ class Instance:
         # Requests it was given, bytes of its bodies that clients got, in how many
         # pieces.
         self.given = self.size = self.pieces = 0
+        # Open connections, and attempts to open one.
+        self.connections = self.opening = 0
         self.idle: dict[EngineConnection, None] = {}
         # Requests it is working on; apart from them, probes and model checks.
         self.legs: set[Leg] = set()
@@ -1400,18 +1400,12 @@ class Instance:
     async def _connect(self, leg: Leg) -> None:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                try:
-                    connection = await self._open()
-                except OSError as err:
-                    if err.errno not in NO_DESCRIPTOR or not self.cycler.make_room():
-                        raise
-                    await asyncio.sleep(0)  # It is closed now.
-                    connection = await self._open()
+                connection = await self._open()
         except TimeoutError:
             failure, reason = Failure.CONNECT_TIMEOUT, "connect timed out"
         except OSError as err:
             failure, reason = Failure.REFUSED, err.strerror or str(err)
-            if err.errno in NO_DESCRIPTOR:
+            if err.errno in (errno.EMFILE, errno.ENFILE):
                 failure = Failure.NO_DESCRIPTOR
         except UnicodeError as err:  # A name that no lookup takes.
             failure, reason = Failure.REFUSED, str(err)
@@ -1438,6 +1432,16 @@ class Instance:
                 leg.owner.resume()
 
     async def _open(self) -> EngineConnection:
+        """Makes a connection; room for it is made first."""
+        self.opening += 1
+        try:
+            if self.cycler.make_room():
+                await asyncio.sleep(0)  # What was dropped is closed then.
+            return await self._reach()
+        finally:
+            self.opening -= 1
+
+    async def _reach(self) -> EngineConnection:
         """Tries the addresses of the host in turn."""
         loop = asyncio.get_running_loop()
         if not self.resolved:
@@ -1480,7 +1484,7 @@ class Instance:
         yield "instance_requests_in_flight", own, self.in_flight
         yield "instance_relayed_bytes", own, self.size
         yield "instance_relayed_pieces", own, self.pieces
-        busy = sum(leg.connection is not None for leg in self.legs)
+        busy = self.connections - len(self.idle)
         yield "instance_connections", f"{own} busy", busy
         yield "instance_connections", f"{own} idle", len(self.idle)
         for kind, number in self.failures.items():
@@ -1512,7 +1516,7 @@ class InstanceCycler:
         self.session = b""
         # Told of each verdict on an instance.
         self.marked: Callable[[Instance], None] = lambda instance: None
-        # Closes an idle connection, as descriptors are short; False if there is none.
+        # Called before a connection is opened; see `Service.make_room`.
         self.make_room: Callable[[], bool] = lambda: False
 
     def __iter__(self) -> Iterator[Instance]:
@@ -2238,6 +2242,7 @@ class ClientConnection(asyncio.Protocol):
             self.transport = cast(asyncio.Transport, self.meter)
         self.transport.set_write_buffer_limits(WRITE_HIGH_WATER)
         self.service.clients.add(self)
+        self.service.make_room()
         self.service.tally.accepted += 1
         self.deadline = monotonic() + HEAD_TIMEOUT
         beyond = len(self.service.clients) - self.service.max_clients
@@ -2786,7 +2791,9 @@ class Service:
         self.loop = asyncio.get_running_loop()
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         reserved = min(RESERVED_DESCRIPTORS, descriptors // 2)
-        self.max_clients = (descriptors - reserved) // DESCRIPTORS_PER_CLIENT
+        # Connections, to clients and to engines.
+        self.max_connections = descriptors - reserved
+        self.max_clients = self.max_connections // DESCRIPTORS_PER_CLIENT
         # Of those beyond, so many at a time are told why; the next are just closed.
         self.max_refused = reserved // 4
         self.max_body: int = args.max_body_size
@@ -2811,6 +2818,8 @@ class Service:
         closed = STATUS_TARGETS if args.protect_status else ()
         own = {path.encode() for path in proxy.routes}
         self.open_targets = own.intersection(OPEN_TARGETS).difference(closed)
+        for cycler in (proxy.prefill_cycler, proxy.decode_cycler):
+            cycler.make_room = self.make_room
 
     def check_key(self, head: RequestHead, is_whole: bool) -> None:
         """Refuses a request that has none of the keys, and needs one.
@@ -2835,6 +2844,25 @@ class Service:
 
     def too_large(self) -> ProxyError:
         return ProxyError(413, f"The body is larger than {self.max_body} bytes")
+
+    def make_room(self) -> bool:
+        """Closes an idle connection to an engine if there are as many as there can be.
+
+        Without a descriptor for it, libuv closes whoever connects next. Returns
+        whether one was closed.
+        """
+        proxy = self.proxy
+        instances = (*proxy.prefill_cycler.instances, *proxy.decode_cycler.instances)
+        to_engines = sum(each.connections + each.opening for each in instances)
+        if len(self.clients) + to_engines < self.max_connections:
+            return False
+        idle = max((each.idle for each in instances), key=len, default={})
+        if not idle:
+            return False
+        longest = next(iter(idle))
+        del idle[longest]
+        longest.transport.abort()
+        return True
 
     def left(self, client: ClientConnection) -> None:
         """A client connection is closed."""
@@ -3509,8 +3537,6 @@ class Proxy:
     ) -> None:
         self.prefill_cycler = InstanceCycler("prefill")
         self.decode_cycler = InstanceCycler("decode")
-        for cycler in (self.prefill_cycler, self.decode_cycler):
-            cycler.make_room = self.drop_idle
         for address in prefill_instances:
             self.prefill_cycler.add(address)
         for address in decode_instances:
@@ -3586,17 +3612,6 @@ class Proxy:
         if path in self.generate and not is_json(media_type):
             raise ProxyError(415, "Only 'application/json' is allowed")
         return methods[method]
-
-    def drop_idle(self) -> bool:
-        """Closes a connection that is idle, where most are; False if there is none."""
-        instances = (*self.prefill_cycler.instances, *self.decode_cycler.instances)
-        most = max((instance.idle for instance in instances), key=len, default={})
-        if not most:
-            return False
-        longest = next(iter(most))
-        del most[longest]
-        longest.transport.abort()
-        return True
 
     # Choosing instances.
 

@@ -138,12 +138,18 @@ def test_a_burst_that_needs_more_between_its_legs_gets_what_was_kept() -> None:
         contextlib.ExitStack() as stack,
     ):
         clients = [stack.enter_context(cluster.connect()) for _ in range(50)]
-        gate = Gate()
+        gate, served = Gate(), Gate()
         cluster.p[0].default = lambda request: [gate, *prefill_answer(request)]
+        cluster.d[0].default = [served, http_response(200, b"{}")]
         readers = [client.post(COMPLETIONS, BODY) for client in clients]
         for _ in readers:
             cluster.p[0].next_request()
         gate.release()
+        for _ in readers:
+            cluster.d[0].next_request()
+        # Who comes now is told so, and not just closed.
+        check_503(cluster.request("GET", "/health"), "as many clients as it can")
+        served.release()
         assert {reader.finish().status for reader in readers} == {200}
         assert len(cluster.d[0].requests) == 50
         wait_rest(cluster.proxy)
@@ -200,24 +206,6 @@ def test_a_connect_that_fails_is_no_fault_of_the_engine() -> None:
     lines = [line for line in cluster.proxy.log if NO_DESCRIPTOR in line]
     assert len(lines) == 1 and "WARNING" in lines[0]
     assert not [line for line in cluster.proxy.log if "is down" in line]
-
-
-def test_a_connection_that_is_idle_makes_room() -> None:
-    with (
-        Cluster(limits=QUIET) as cluster,
-        cluster.connect() as client,
-    ):
-        assert client.request("GET", "/health").finish().status == 200
-        settled = cluster.proxy.open_sockets()
-        closing = [http_response(200, b"{}", {"Connection": "close"})]
-        cluster.d[0].default = closing
-        assert client.post(COMPLETIONS, BODY).finish().status == 200
-        # There is one to P, and none to D.
-        poll(lambda: cluster.proxy.open_sockets() == settled + 1, "D's is closed")
-        with exhausted(cluster.proxy):
-            for _ in range(3):
-                assert client.post(COMPLETIONS, BODY).finish().status == 200
-    assert not [line for line in cluster.proxy.log if NO_DESCRIPTOR in line]
 
 
 @pytest.mark.parametrize("connector", ["nixl-push", "mooncake"])
