@@ -1398,8 +1398,11 @@ class Instance:
         leg.connecting = leg.owner.loop.create_task(self._connect(leg))
 
     async def _connect(self, leg: Leg) -> None:
+        self.opening += 1
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
+                if self.cycler.make_room():
+                    await asyncio.sleep(0)  # What was dropped is closed then.
                 connection = await self._open()
         except TimeoutError:
             failure, reason = Failure.CONNECT_TIMEOUT, "connect timed out"
@@ -1413,6 +1416,8 @@ class Instance:
             leg.connecting = None
             connection.begin(leg, monotonic())
             return
+        finally:
+            self.opening -= 1
         leg.connecting = None
         if failure is Failure.NO_DESCRIPTOR:
             no_descriptor.note()  # That says nothing about the instance.
@@ -1432,16 +1437,6 @@ class Instance:
                 leg.owner.resume()
 
     async def _open(self) -> EngineConnection:
-        """Makes a connection; room for it is made first."""
-        self.opening += 1
-        try:
-            if self.cycler.make_room():
-                await asyncio.sleep(0)  # What was dropped is closed then.
-            return await self._reach()
-        finally:
-            self.opening -= 1
-
-    async def _reach(self) -> EngineConnection:
         """Tries the addresses of the host in turn."""
         loop = asyncio.get_running_loop()
         if not self.resolved:

@@ -127,6 +127,20 @@ def impatient(_impatient: Cluster) -> Iterator[Cluster]:
     _impatient.settle()
 
 
+def test_an_answer_that_has_begun_may_take_longer(impatient: Cluster) -> None:
+    gate, [d] = Gate(), impatient.d
+    d.answer(SSE_HEAD, chunk(event("1")), gate, chunk(DONE), LAST_CHUNK)
+    d.answer(Gate())
+    with impatient.connect() as client:
+        reader = client.post(COMPLETIONS, STREAM)
+        reader.body_until(event("1"))
+        # As long as another answer, which does not begin, may take.
+        assert impatient.post(COMPLETIONS, BODY).status == 504
+        gate.release()
+        response = reader.finish()
+    assert (response.end, response.body) == (End.COMPLETE, event("1") + DONE)
+
+
 def refused(engine: ScriptedEngine) -> None:
     engine.refuse()
 

@@ -157,6 +157,29 @@ def test_a_burst_that_needs_more_between_its_legs_gets_what_was_kept() -> None:
     assert not [line for line in cluster.proxy.log if NO_DESCRIPTOR in line]
 
 
+def test_connections_that_are_kept_leave_room_for_those_who_come() -> None:
+    limits = QUICK | {"RESERVED_DESCRIPTORS": 28, "ENGINE_IDLE_TIMEOUT": 60.0}
+    with Cluster(limits=limits, descriptors=LIMIT) as cluster:
+        gate, served = Gate(), Gate()
+        cluster.p[0].default = lambda request: [gate, *prefill_answer(request)]
+        cluster.d[0].default = [served, http_response(200, b"{}")]
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(cluster.connect()) for _ in range(33)]
+            readers = [client.post(COMPLETIONS, BODY) for client in clients]
+            for _ in readers:
+                cluster.p[0].next_request()
+            gate.release()
+            for _ in readers:
+                cluster.d[0].next_request()
+            served.release()
+            assert {reader.finish().status for reader in readers} == {200}
+        # 66 connections to engines are kept, and nobody is there.
+        with contextlib.ExitStack() as stack:
+            for _ in range(50):
+                client = stack.enter_context(cluster.connect())
+                assert client.request("GET", "/health").finish().status == 200
+
+
 # --- No descriptor at all -------------------------------------------------------------
 
 

@@ -1536,16 +1536,18 @@ def test_b76_a_hand_over_and_the_end_arrive_together(pair: Cluster) -> None:
 
 
 EVIL = whole(b"evil")
+DATE_LINE = b"Date: Mon, 30 Nov 2026 10:00:00 GMT"
 EXTRA = {
     "length": whole(b"body"),
     "chunked": SSE_HEAD + chunk(b"body") + LAST_CHUNK,
     "chunked_error": SSE_HEAD.replace(b"200", b"400") + chunk(b"body") + LAST_CHUNK,
     "empty": whole(b""),
-    "304": b"HTTP/1.1 304 X\r\nContent-Length: 4\r\n\r\n",
+    "304": b"HTTP/1.1 304 X\r\nContent-Length: 4\r\n%b\r\n\r\n" % DATE_LINE,
 }
 
 
-@pytest.mark.parametrize("extra", [EVIL, b"\r\n", b"x"])
+# The last is as long as a 304 says that its body would be.
+@pytest.mark.parametrize("extra", [EVIL, b"\r\n", b"x", b"evil"])
 @pytest.mark.parametrize("case", EXTRA)
 def test_b76_bytes_behind_an_answer_reach_nobody(
     pair: Cluster, case: str, extra: bytes
@@ -1554,6 +1556,17 @@ def test_b76_bytes_behind_an_answer_reach_nobody(
     with pair.connect() as client:
         response = client.post(COMPLETIONS, BODY).finish()
         assert response.body == (b"" if case in ("empty", "304") else b"body")
+        assert (response.end, response.extra) == (End.COMPLETE, b"")
+        assert client.post(COMPLETIONS, BODY).finish().json()["choices"]
+    first, second = pair.d[0].requests
+    assert first.connection != second.connection
+
+
+def test_b76_a_body_behind_the_answer_to_head_reaches_nobody(pair: Cluster) -> None:
+    pair.d[0].answer(whole(b"evil", DATE_LINE))
+    with pair.connect() as client:
+        response = client.request("HEAD", "/v1/models").finish()
+        assert (response.header("content-length"), response.body) == ("4", b"")
         assert (response.end, response.extra) == (End.COMPLETE, b"")
         assert client.post(COMPLETIONS, BODY).finish().json()["choices"]
     first, second = pair.d[0].requests
